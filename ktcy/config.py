@@ -1,0 +1,111 @@
+"""What a layer is: its sizes, its activation, its weight format. The one place that validates them."""
+
+import math
+import operator
+from dataclasses import dataclass
+
+# The names of ours and of kt-kernel, by format.
+METHODS = {"int8": ("AMXINT8", "MOE_INT8", "int8")}
+
+GATES = ("swiglu", "gelu", "gelu_tanh")
+
+# 127 * 127 * K stays below 2**31 (kernels/table.h, KT_MAX_K).
+MAX_K = 131072
+
+
+def format_of(method):
+    """The weight format that a method name means.
+
+    Parameters
+    ----------
+    method : str
+        A name of ktcy (``"int8"``) or of kt-kernel (``"AMXINT8"``, ``"MOE_INT8"``).
+
+    Raises
+    ------
+    ValueError
+        For an unknown name; the message lists all.
+    """
+    for fmt, names in METHODS.items():
+        if method in names:
+            return fmt
+    known = ", ".join(name for names in METHODS.values() for name in names)
+    raise ValueError(f"unknown method {method!r}; the methods are {known}")
+
+
+def positive(name, value, limit=None):
+    """``value`` as an int in [1, limit].
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the parameter and what was found.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if number < 1 or (limit is not None and number > limit):
+        upper = f" and at most {limit}" if limit is not None else ""
+        raise ValueError(f"{name} must be at least 1{upper}, not {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The gated activation between the two products of an expert.
+
+    ``swiglu``: ``g = min(g, limit); u = clamp(u, -limit, limit); g * sigmoid(alpha * g) * (u + offset)``.
+    The defaults are SwiGLU; gpt-oss ("swigluoai") is ``alpha=1.702, limit=7, offset=1``.
+    ``gelu`` and ``gelu_tanh``: ``gelu(g) * u``, exact or by tanh.
+    """
+
+    gate: str = "swiglu"
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+    def __post_init__(self):
+        if self.gate not in GATES:
+            raise ValueError(f"unknown activation {self.gate!r}; the activations are silu, swigluoai, gelu, gelu_tanh")
+        if not (math.isfinite(self.alpha) and math.isfinite(self.offset)):
+            raise ValueError(f"alpha and offset of an activation must be finite, not {self.alpha} and {self.offset}")
+        if not self.limit > 0:
+            raise ValueError(f"the limit of an activation must be positive, not {self.limit}")
+
+    @classmethod
+    def named(cls, name, alpha=None, limit=None):
+        """The activation of a configuration's ``hidden_act``: silu, swiglu, swigluoai, gelu, gelu_tanh."""
+        limit = math.inf if not limit else limit
+        if name in ("silu", "swish", "swiglu"):
+            return cls(limit=limit)
+        if name == "swigluoai":
+            return cls(alpha=alpha or 1.702, limit=7.0 if limit == math.inf else limit, offset=1.0)
+        if name in ("gelu_tanh", "gelu_pytorch_tanh", "gelu_new"):
+            return cls("gelu_tanh")
+        return cls(name)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one Mixture-of-Experts layer."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    moe_intermediate_size: int
+
+    def __post_init__(self):
+        for name, limit in (
+            ("num_experts", 1 << 20),
+            ("num_experts_per_tok", 1 << 20),
+            ("hidden_size", MAX_K),
+            ("moe_intermediate_size", MAX_K),
+        ):
+            object.__setattr__(self, name, positive(name, getattr(self, name), limit))
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) is larger than num_experts ({self.num_experts})"
+            )

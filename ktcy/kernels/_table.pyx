@@ -1,0 +1,266 @@
+"""A variant's kernels as Python sees them: the table behind its capsule, formats, and single operations.
+
+For property tests and micro-benchmarks of one kernel; the layer (ktcy.moe) calls the same table from C.
+"""
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport uintptr_t
+
+import ml_dtypes
+import numpy as np
+
+_CODES = {np.dtype(np.float32): KT_F32, np.dtype(np.float16): KT_F16, np.dtype(ml_dtypes.bfloat16): KT_BF16}
+
+#: Element types that kernels read and write: float32, float16, bfloat16.
+DTYPES = tuple(_CODES)
+
+_GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
+
+
+cdef int dtype_code(object dtype) except -1:
+    code = _CODES.get(np.dtype(dtype))
+    if code is None:
+        raise TypeError(f"dtype {dtype} is not supported; use float32, float16 or bfloat16")
+    return code
+
+
+cdef uintptr_t address(array):
+    return array.__array_interface__["data"][0]
+
+
+def _strides(array):
+    """Strides in elements; they must be whole."""
+    size = array.itemsize
+    if any(s % size for s in array.strides):
+        raise ValueError(f"strides {array.strides} are no multiples of the element size {size}")
+    return [s // size for s in array.strides]
+
+
+def _blocks(name, array, rows, width):
+    """Checks a [blocks, bytes] array whose rows are contiguous, and gives its address and row stride."""
+    if array.dtype != np.uint8 or array.shape != (rows, width) or (width > 1 and array.strides[1] != 1):
+        raise ValueError(
+            f"{name} must be uint8 [{rows}, {width}] with contiguous rows, not {array.dtype} {list(array.shape)}"
+        )
+    return address(array), array.strides[0]
+
+
+@cython.final
+cdef class Kernels:
+    """The kernels of one CPU variant.
+
+    Parameters
+    ----------
+    capsule : PyCapsule
+        ``table`` of a variant module. Its name carries the ABI version.
+
+    Raises
+    ------
+    ValueError
+        For a capsule of another ABI.
+    """
+
+    def __init__(self, capsule):
+        self.table = <const kt_kernels *>PyCapsule_GetPointer(capsule, KT_CAPSULE)
+        self.capsule = capsule
+        self.name = self.table.name.decode()
+
+    def __repr__(self):
+        return f"<Kernels {self.name}>"
+
+    @property
+    def formats(self):
+        """Names of the weight formats."""
+        return tuple(self.table.formats[i].name.decode() for i in range(self.table.n_formats))
+
+    @property
+    def ops(self):
+        """Vocabulary operations: name -> (sizes of the inputs, size of the output), in bytes."""
+        cdef const kt_op *op
+        result = {}
+        for i in range(self.table.n_ops):
+            op = &self.table.ops[i]
+            result[op.name.decode()] = (tuple(op.in_[j] for j in range(3) if op.in_[j]), op.out)
+        return result
+
+    def format(self, name):
+        """The weight format ``name``; ValueError for an unknown one."""
+        cdef Format fmt
+        for i in range(self.table.n_formats):
+            if self.table.formats[i].name.decode() == name:
+                fmt = Format.__new__(Format)
+                fmt.fmt = &self.table.formats[i]
+                fmt.kernels = self
+                fmt.name = name
+                fmt.layout = fmt.fmt.layout.decode()
+                return fmt
+        raise ValueError(f"unknown format {name!r}; the formats are {', '.join(self.formats)}")
+
+    def op(self, name, *inputs):
+        """Runs one vocabulary operation on bytes, with FTZ and DAZ set as in kernels.
+
+        Parameters
+        ----------
+        name : str
+            A key of `ops`.
+        inputs : array_like
+            Arrays of exactly the sizes that `ops` gives.
+
+        Returns
+        -------
+        numpy.ndarray
+            uint8; view it as the type the operation yields.
+        """
+        cdef const kt_op *op
+        cdef kt_thread state
+        cdef uintptr_t at[3]
+        sizes, size = self.ops[name]
+        arrays = [np.ascontiguousarray(a) for a in inputs]
+        if tuple(a.nbytes for a in arrays) != sizes:
+            raise ValueError(f"{name} takes inputs of {sizes} bytes, not {tuple(a.nbytes for a in arrays)}")
+        out = np.zeros(size, np.uint8)
+        cdef uintptr_t target = address(out)
+        for i in range(3):
+            at[i] = address(arrays[i]) if i < len(arrays) else 0
+        for i in range(self.table.n_ops):
+            op = &self.table.ops[i]
+            if op.name.decode() == name:
+                with nogil:
+                    self.table.begin(&state)
+                    op.call(<void *>at[0], <void *>at[1], <void *>at[2], <void *>target)
+                    self.table.end(&state)
+        return out
+
+    def store(self, src, dtype):
+        """float32 [n] rounded to ``dtype`` (nearest even), as the layer writes its output."""
+        cdef kt_thread state
+        values = np.ascontiguousarray(src, np.float32)
+        out = np.empty(values.shape, dtype)
+        cdef uintptr_t source = address(values), target = address(out)
+        cdef int64_t n = values.size
+        cdef int code = dtype_code(dtype)
+        with nogil:
+            self.table.begin(&state)
+            self.table.store(<float *>source, n, <kt_dtype>code, <void *>target)
+            self.table.end(&state)
+        return out
+
+
+@cython.final
+cdef class Format:
+    """One weight format of one variant: sizes, packing and the products on packed weights.
+
+    A matrix is [N, K]; packed, it is ``ceil(N / 16)`` blocks of `weight_bytes` and as many of `scale_bytes`
+    (kernels/table.h draws the layouts).
+    """
+
+    def __init__(self):
+        raise TypeError("a Format comes from Kernels.format(name)")
+
+    def __repr__(self):
+        return f"<Format {self.name} ({self.layout}) of {self.kernels.name}>"
+
+    @property
+    def few_rows(self):
+        """Up to this many rows the product reads rows where they lie, above it gathers them in tiles."""
+        return self.fmt.few_rows
+
+    def weight_bytes(self, k):
+        """Bytes of one packed block of 16 rows of K values."""
+        return self.fmt.weight_bytes(k)
+
+    def scale_bytes(self, k):
+        """Bytes of the scales of one block of 16 rows of K values."""
+        return self.fmt.scale_bytes(k)
+
+    def pack(self, src, weight, scale):
+        """Quantizes a matrix.
+
+        Parameters
+        ----------
+        src : numpy.ndarray
+            [N, K] float32, float16 or bfloat16, any strides.
+        weight : numpy.ndarray
+            uint8 [ceil(N / 16), weight_bytes(K)], rows contiguous, written.
+        scale : numpy.ndarray
+            uint8 [ceil(N / 16), scale_bytes(K)], rows contiguous, written.
+
+        Raises
+        ------
+        ValueError
+            For shapes that do not fit, or a value that is not finite; ``row`` and ``column`` are in the message.
+        """
+        cdef kt_thread state
+        if src.ndim != 2:
+            raise ValueError(f"a matrix [N, K] is expected, not {src.ndim} dimensions")
+        cdef int code = dtype_code(src.dtype)
+        cdef int64_t n = src.shape[0], k = src.shape[1], size = src.itemsize, bad = 0, row = 0, step
+        if k < 1 or k > KT_MAX_K:
+            raise ValueError(f"K must be from 1 to {KT_MAX_K}, not {k}")
+        cdef int64_t row_stride, col_stride, weight_stride, scale_stride
+        cdef uintptr_t source = address(src), w, s
+        row_stride, col_stride = _strides(src)
+        blocks = -(-n // KT_BLOCK)
+        w, weight_stride = _blocks("weight", weight, blocks, self.fmt.weight_bytes(k))
+        s, scale_stride = _blocks("scale", scale, blocks, self.fmt.scale_bytes(k))
+        cdef void *work = PyMem_Malloc(self.fmt.pack_work(k))
+        if work == NULL:
+            raise MemoryError(f"{self.fmt.pack_work(k)} bytes to pack rows of {k} values")
+        with nogil:
+            self.kernels.table.begin(&state)
+            while row < n and not bad:
+                step = min(n - row, KT_BLOCK)
+                bad = self.fmt.pack(<void *>(source + row * row_stride * size), <kt_dtype>code, row_stride,
+                                    col_stride, step, k, <void *>w, <void *>s, work)
+                if not bad:
+                    row += KT_BLOCK
+                    w += weight_stride
+                    s += scale_stride
+            self.kernels.table.end(&state)
+        PyMem_Free(work)
+        if bad:
+            row += (bad - 1) // k
+            column = (bad - 1) % k
+            raise ValueError(f"the value {src[row, column]} at row {row}, column {column} is not finite")
+
+    def unpack(self, weight, scale, n, k):
+        """The float32 values [n, k] that packed blocks stand for (arrays as in `pack`)."""
+        cdef int64_t weight_stride, scale_stride, columns = k, i, blocks = -(-n // KT_BLOCK)
+        cdef uintptr_t w, s
+        w, weight_stride = _blocks("weight", weight, blocks, self.fmt.weight_bytes(k))
+        s, scale_stride = _blocks("scale", scale, blocks, self.fmt.scale_bytes(k))
+        out = np.empty((blocks * KT_BLOCK, k), np.float32)
+        cdef uintptr_t target = address(out)
+        with nogil:
+            for i in range(blocks):
+                self.fmt.unpack(<void *>(w + i * weight_stride), <void *>(s + i * scale_stride), columns,
+                                <float *>target + i * KT_BLOCK * columns, columns)
+        return out[:n]
+
+    def quantize(self, rows):
+        """Quantizes activation rows [M, K] to (uint8 [M, row_bytes], scale float32 [M], sum int32 [M])."""
+        cdef kt_thread state
+        cdef kt_meta meta
+        cdef int code = dtype_code(rows.dtype)
+        cdef int64_t m = rows.shape[0], k = rows.shape[1], i, size = rows.itemsize, stride, unit
+        stride, unit = _strides(rows)
+        if unit != 1 and k > 1:
+            raise ValueError("the values of a row must be contiguous")
+        out = np.empty((m, self.fmt.row_bytes(k)), np.uint8)
+        scale = np.empty(m, np.float32)
+        total = np.empty(m, np.int32)
+        cdef uintptr_t source = address(rows), target = address(out)
+        cdef float[::1] scales = scale
+        cdef int32_t[::1] sums = total
+        cdef int64_t width = out.shape[1]
+        with nogil:
+            self.kernels.table.begin(&state)
+            for i in range(m):
+                self.fmt.quantize(<void *>(source + i * stride * size), <kt_dtype>code, k,
+                                  <void *>(target + i * width), &meta)
+                scales[i] = meta.scale
+                sums[i] = meta.sum
+            self.kernels.table.end(&state)
+        return out, scale, total

@@ -1,0 +1,141 @@
+/* AVX2, FMA and F16C: the vocabulary on pairs of 256-bit registers. */
+#ifndef KT_ISA_AVX2_H
+#define KT_ISA_AVX2_H
+
+#include "inline.h"
+#include <immintrin.h>
+
+typedef struct {
+    __m256 lo, hi;
+} vf32;
+typedef struct {
+    __m256i lo, hi;
+} vi32;
+
+#define KT_F32_BINARY(name, op) \
+    KT_INLINE vf32 name(vf32 a, vf32 b) { return (vf32){op(a.lo, b.lo), op(a.hi, b.hi)}; }
+#define KT_I32_BINARY(name, op) \
+    KT_INLINE vi32 name(vi32 a, vi32 b) { return (vi32){op(a.lo, b.lo), op(a.hi, b.hi)}; }
+
+KT_F32_BINARY(vf32_add, _mm256_add_ps)
+KT_F32_BINARY(vf32_sub, _mm256_sub_ps)
+KT_F32_BINARY(vf32_mul, _mm256_mul_ps)
+KT_F32_BINARY(vf32_div, _mm256_div_ps)
+KT_F32_BINARY(vf32_min, _mm256_min_ps)
+KT_F32_BINARY(vf32_max, _mm256_max_ps)
+KT_I32_BINARY(vi32_add, _mm256_add_epi32)
+KT_I32_BINARY(vi32_sub, _mm256_sub_epi32)
+KT_I32_BINARY(vi32_and, _mm256_and_si256)
+KT_I32_BINARY(vi32_or, _mm256_or_si256)
+KT_I32_BINARY(vi32_max, _mm256_max_epi32)
+
+KT_INLINE vf32 vf32_load(const float *p) { return (vf32){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+KT_INLINE void vf32_store(float *p, vf32 v) {
+    _mm256_storeu_ps(p, v.lo);
+    _mm256_storeu_ps(p + 8, v.hi);
+}
+KT_INLINE vf32 vf32_set1(float x) { return (vf32){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+KT_INLINE vi32 vi32_load(const int32_t *p) {
+    return (vi32){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 8))};
+}
+KT_INLINE void vi32_store(int32_t *p, vi32 v) {
+    _mm256_storeu_si256((__m256i *)p, v.lo);
+    _mm256_storeu_si256((__m256i *)(p + 8), v.hi);
+}
+KT_INLINE vi32 vi32_set1(int32_t x) { return (vi32){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+
+KT_INLINE vf32 vf32_fma(vf32 a, vf32 b, vf32 c) {
+    return (vf32){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+KT_INLINE vf32 vf32_round(vf32 a) {
+    const int even = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return (vf32){_mm256_round_ps(a.lo, even), _mm256_round_ps(a.hi, even)};
+}
+KT_INLINE vi32 vi32_from_vf32(vf32 a) { return (vi32){_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+KT_INLINE vf32 vf32_from_vi32(vi32 a) { return (vf32){_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+KT_INLINE vi32 vf32_bits(vf32 a) { return (vi32){_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+KT_INLINE vf32 vi32_float(vi32 a) { return (vf32){_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+#define vi32_shl(a, n) ((vi32){_mm256_slli_epi32((a).lo, n), _mm256_slli_epi32((a).hi, n)})
+#define vi32_shr(a, n) ((vi32){_mm256_srli_epi32((a).lo, n), _mm256_srli_epi32((a).hi, n)})
+KT_INLINE vi32 vi32_select_gt(vi32 a, vi32 b, vi32 yes, vi32 no) {
+    return (vi32){_mm256_blendv_epi8(no.lo, yes.lo, _mm256_cmpgt_epi32(a.lo, b.lo)),
+                  _mm256_blendv_epi8(no.hi, yes.hi, _mm256_cmpgt_epi32(a.hi, b.hi))};
+}
+
+KT_INLINE vi32 vi32_load_u16(const uint16_t *p) {
+    return (vi32){_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)),
+                  _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+/* Lanes must be in 0..65535. */
+KT_INLINE void vi32_store_u16(uint16_t *p, vi32 v) {
+    const __m256i w = _mm256_packus_epi32(v.lo, v.hi);
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(w, 0xd8));
+}
+/* Lanes must be in -128..127. */
+KT_INLINE void vi32_store_s8(int8_t *p, vi32 v) {
+    const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+KT_INLINE vf32 vf32_load_f16(const uint16_t *p) {
+    return (vf32){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                  _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+KT_INLINE void vf32_store_f16(uint16_t *p, vf32 v) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v.lo, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+
+KT_INLINE int32_t vi32_hmax(vi32 v) {
+    const __m256i m = _mm256_max_epi32(v.lo, v.hi);
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+KT_INLINE int32_t vi32_hsum(vi32 v) {
+    const __m256i m = _mm256_add_epi32(v.lo, v.hi);
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
+/* maddubs multiplies u8 by s8: |w| by x with the sign of w. |w x| <= 128 * 127, so a pair fits 16 bits. */
+typedef vi32 vs8w;
+KT_INLINE vs8w vs8w_load(const int8_t *line) { return vi32_load((const int32_t *)line); }
+KT_INLINE __m256i kt_dot_half(__m256i acc, __m256i w, __m256i x) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+KT_INLINE vi32 vi32_dot_s8(vi32 acc, vs8w w, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    return (vi32){kt_dot_half(acc.lo, w.lo, v), kt_dot_half(acc.hi, w.hi, v)};
+}
+KT_INLINE vi32 vi32_dot_finish(vi32 acc, int32_t sum) { return acc; }
+
+/* 16 registers: 4 rows x 1 block of accumulators, |w|, w, x and a product. */
+#define KT_S8_ROWS 4
+#define KT_S8_BLOCKS 1
+
+#define KT_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+
+KT_INLINE uint32_t kt_csr_get(void) { return _mm_getcsr(); }
+KT_INLINE void kt_csr_set(uint32_t v) { _mm_setcsr(v); }
+KT_INLINE void kt_tiles_begin(void) {}
+KT_INLINE void kt_tiles_end(void) {}
+
+/* Register-only multiply-adds; the sums feed back into an operand, or the compiler would hoist the product. */
+KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
+    const __m256i one = _mm256_set1_epi16(1), w = _mm256_set1_epi8(3);
+    __m256i acc[8];
+    for (int i = 0; i < 8; i++)
+        acc[i] = _mm256_set1_epi32(i);
+    for (int64_t n = 0; n < rounds; n++)
+        for (int i = 0; i < 8; i++)
+            acc[i] = _mm256_add_epi32(acc[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w, acc[i]), one));
+    for (int i = 0; i < 8; i++)
+        __asm__ volatile("" : : "x"(acc[i]));
+    return (uint64_t)rounds * 8 * 32;
+}
+
+#define KT_FEW_ROWS 4
+
+#endif

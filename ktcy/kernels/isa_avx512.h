@@ -1,0 +1,99 @@
+/* AVX-512 F, BW, DQ, VL: the vocabulary on one 512-bit register. */
+#ifndef KT_ISA_AVX512_H
+#define KT_ISA_AVX512_H
+
+#include "inline.h"
+#include <immintrin.h>
+
+typedef __m512 vf32;
+typedef __m512i vi32;
+
+#define vf32_add _mm512_add_ps
+#define vf32_sub _mm512_sub_ps
+#define vf32_mul _mm512_mul_ps
+#define vf32_div _mm512_div_ps
+#define vf32_min _mm512_min_ps
+#define vf32_max _mm512_max_ps
+#define vf32_fma _mm512_fmadd_ps
+#define vf32_load(p) _mm512_loadu_ps(p)
+#define vf32_store(p, v) _mm512_storeu_ps(p, v)
+#define vf32_set1 _mm512_set1_ps
+#define vi32_add _mm512_add_epi32
+#define vi32_sub _mm512_sub_epi32
+#define vi32_and _mm512_and_si512
+#define vi32_or _mm512_or_si512
+#define vi32_max _mm512_max_epi32
+#define vi32_load(p) _mm512_loadu_si512(p)
+#define vi32_store(p, v) _mm512_storeu_si512(p, v)
+#define vi32_set1 _mm512_set1_epi32
+#define vi32_shl(a, n) _mm512_slli_epi32(a, n)
+#define vi32_shr(a, n) _mm512_srli_epi32(a, n)
+#define vi32_from_vf32 _mm512_cvtps_epi32
+#define vf32_from_vi32 _mm512_cvtepi32_ps
+#define vf32_bits _mm512_castps_si512
+#define vi32_float _mm512_castsi512_ps
+#define vf32_round(a) _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define vi32_select_gt(a, b, yes, no) _mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(a, b), no, yes)
+#define vi32_load_u16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define vi32_store_u16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtepi32_epi16(v))
+#define vi32_store_s8(p, v) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(v))
+#define vf32_load_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define vf32_store_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define vi32_hmax _mm512_reduce_max_epi32
+#define vi32_hsum _mm512_reduce_add_epi32
+
+#ifndef KT_HAVE_DOT_S8
+/* maddubs multiplies u8 by s8: |w| by x with the sign of w. |w x| <= 128 * 127, so a pair fits 16 bits. */
+typedef struct {
+    __m512i magnitude;
+    __mmask64 negative;
+} vs8w;
+KT_INLINE vs8w vs8w_load(const int8_t *line) {
+    const __m512i w = _mm512_loadu_si512(line);
+    return (vs8w){_mm512_abs_epi8(w), _mm512_movepi8_mask(w)};
+}
+KT_INLINE vi32 vi32_dot_s8(vi32 acc, vs8w w, int32_t x) {
+    const __m512i v = _mm512_set1_epi32(x);
+    const __m512i s = _mm512_mask_sub_epi8(v, w.negative, _mm512_setzero_si512(), v);
+    const __m512i pairs = _mm512_maddubs_epi16(w.magnitude, s);
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+KT_INLINE vi32 vi32_dot_finish(vi32 acc, int32_t sum) { return acc; }
+#endif
+
+/* 32 registers: 8 rows x 2 blocks of accumulators. */
+#define KT_S8_ROWS 8
+#define KT_S8_BLOCKS 2
+
+#define KT_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+
+KT_INLINE uint32_t kt_csr_get(void) { return _mm_getcsr(); }
+KT_INLINE void kt_csr_set(uint32_t v) { _mm_setcsr(v); }
+#ifndef KT_HAVE_TILES
+KT_INLINE void kt_tiles_begin(void) {}
+KT_INLINE void kt_tiles_end(void) {}
+#endif
+
+#ifndef KT_HAVE_PROBE
+/* Register-only multiply-adds; the sums feed back into an operand, or the compiler would hoist the product. */
+KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
+    const __m512i one = _mm512_set1_epi16(1), w = _mm512_set1_epi8(3);
+    __m512i acc[12];
+    for (int i = 0; i < 12; i++)
+        acc[i] = _mm512_set1_epi32(i);
+    for (int64_t n = 0; n < rounds; n++)
+        for (int i = 0; i < 12; i++)
+            acc[i] = _mm512_add_epi32(acc[i], _mm512_madd_epi16(_mm512_maddubs_epi16(w, acc[i]), one));
+    int32_t sum = 0;
+    for (int i = 0; i < 12; i++)
+        sum += vi32_hsum(acc[i]);
+    __asm__ volatile("" : : "r"(sum));
+    return (uint64_t)rounds * 12 * 64;
+}
+#endif
+
+#ifndef KT_FEW_ROWS
+#define KT_FEW_ROWS 4
+#endif
+
+#endif

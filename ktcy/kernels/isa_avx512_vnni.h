@@ -1,0 +1,42 @@
+/* AVX-512 VNNI: one instruction for the int8 dot product. */
+#ifndef KT_ISA_AVX512_VNNI_H
+#define KT_ISA_AVX512_VNNI_H
+
+#include "inline.h"
+#include <immintrin.h>
+
+/* vpdpbusd multiplies u8 by s8. The weights become u8 (w + 128), once a line for all rows, so that the
+ * activations stay as they are; 128 * sum(x), known since quantization, is taken off at the end. */
+#define KT_HAVE_DOT_S8
+typedef __m512i vs8w;
+KT_INLINE vs8w vs8w_load(const int8_t *line) {
+    return _mm512_xor_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)0x80));
+}
+KT_INLINE __m512i vi32_dot_s8(__m512i acc, vs8w w, int32_t x) {
+    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x));
+}
+KT_INLINE __m512i vi32_dot_finish(__m512i acc, int32_t sum) {
+    return _mm512_sub_epi32(acc, _mm512_set1_epi32((int32_t)(128u * (uint32_t)sum)));
+}
+
+#ifndef KT_HAVE_PROBE
+#define KT_HAVE_PROBE
+KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
+    const __m512i w = _mm512_set1_epi8(3);
+    __m512i acc[12];
+    for (int i = 0; i < 12; i++)
+        acc[i] = _mm512_set1_epi32(i);
+    for (int64_t n = 0; n < rounds; n++)
+        for (int i = 0; i < 12; i++)
+            acc[i] = _mm512_dpbusd_epi32(acc[i], w, w);
+    int32_t sum = 0;
+    for (int i = 0; i < 12; i++)
+        sum += _mm512_reduce_add_epi32(acc[i]);
+    __asm__ volatile("" : : "r"(sum));
+    return (uint64_t)rounds * 12 * 64;
+}
+#endif
+
+#include "isa_avx512.h"
+
+#endif

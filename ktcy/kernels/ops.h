@@ -1,0 +1,60 @@
+/* The vocabulary as functions on memory, so that tests can hold each operation of each variant to a model. */
+#ifndef KT_OPS_H
+#define KT_OPS_H
+
+#include "activation.h"
+#include "gemm.h"
+#include "rows.h"
+
+#define KT_OPS(X) \
+    X(vf32_add, 64, 64, 0, 64, vf32_store(out, vf32_add(vf32_load(a), vf32_load(b)))) \
+    X(vf32_sub, 64, 64, 0, 64, vf32_store(out, vf32_sub(vf32_load(a), vf32_load(b)))) \
+    X(vf32_mul, 64, 64, 0, 64, vf32_store(out, vf32_mul(vf32_load(a), vf32_load(b)))) \
+    X(vf32_div, 64, 64, 0, 64, vf32_store(out, vf32_div(vf32_load(a), vf32_load(b)))) \
+    X(vf32_min, 64, 64, 0, 64, vf32_store(out, vf32_min(vf32_load(a), vf32_load(b)))) \
+    X(vf32_max, 64, 64, 0, 64, vf32_store(out, vf32_max(vf32_load(a), vf32_load(b)))) \
+    X(vf32_fma, 64, 64, 64, 64, vf32_store(out, vf32_fma(vf32_load(a), vf32_load(b), vf32_load(c)))) \
+    X(vf32_round, 64, 0, 0, 64, vf32_store(out, vf32_round(vf32_load(a)))) \
+    X(vf32_exp, 64, 0, 0, 64, vf32_store(out, vf32_exp(vf32_load(a)))) \
+    X(vf32_load_f16, 32, 0, 0, 64, vf32_store(out, vf32_load_f16(a))) \
+    X(vf32_store_f16, 64, 0, 0, 32, vf32_store_f16(out, vf32_load(a))) \
+    X(vf32_from_vi32, 64, 0, 0, 64, vf32_store(out, vf32_from_vi32(vi32_load(a)))) \
+    X(vi32_from_vf32, 64, 0, 0, 64, vi32_store(out, vi32_from_vf32(vf32_load(a)))) \
+    X(vi32_add, 64, 64, 0, 64, vi32_store(out, vi32_add(vi32_load(a), vi32_load(b)))) \
+    X(vi32_sub, 64, 64, 0, 64, vi32_store(out, vi32_sub(vi32_load(a), vi32_load(b)))) \
+    X(vi32_and, 64, 64, 0, 64, vi32_store(out, vi32_and(vi32_load(a), vi32_load(b)))) \
+    X(vi32_or, 64, 64, 0, 64, vi32_store(out, vi32_or(vi32_load(a), vi32_load(b)))) \
+    X(vi32_max, 64, 64, 0, 64, vi32_store(out, vi32_max(vi32_load(a), vi32_load(b)))) \
+    X(vi32_shl_16, 64, 0, 0, 64, vi32_store(out, vi32_shl(vi32_load(a), 16))) \
+    X(vi32_shr_16, 64, 0, 0, 64, vi32_store(out, vi32_shr(vi32_load(a), 16))) \
+    X(vi32_select_gt, 64, 64, 64, 64, \
+      vi32_store(out, vi32_select_gt(vi32_load(a), vi32_load(b), vi32_load(c), vi32_load(a)))) \
+    X(vi32_load_u16, 32, 0, 0, 64, vi32_store(out, vi32_load_u16(a))) \
+    X(vi32_store_u16, 64, 0, 0, 32, vi32_store_u16(out, vi32_load(a))) \
+    X(vi32_store_s8, 64, 0, 0, 16, vi32_store_s8(out, vi32_load(a))) \
+    X(vi32_hmax, 64, 0, 0, 4, *(int32_t *)out = vi32_hmax(vi32_load(a))) \
+    X(vi32_hsum, 64, 0, 0, 4, *(int32_t *)out = vi32_hsum(vi32_load(a))) \
+    X(vi32_dot_s8, 64, 64, 8, 64, \
+      vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
+                                      ((const int32_t *)c)[1]))) \
+    KT_TILE_OPS(X)
+
+/* A is 32 x 64 activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */
+#ifdef KT_HAVE_TILES
+#define KT_TILE_OPS(X) \
+    X(tile_dot_s8, 2048, 2048, 0, 4096, \
+      s8_tiles(a, 32, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0)) \
+    X(tile_dot_s8_half, 2048, 2048, 0, 2048, \
+      s8_tiles(a, 16, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0))
+#else
+#define KT_TILE_OPS(X)
+#endif
+
+#define KT_OP_FUNCTION(name, na, nb, nc, no, body) \
+    static void op_##name(const void *a, const void *b, const void *c, void *out) { body; }
+KT_OPS(KT_OP_FUNCTION)
+
+#define KT_OP_ROW(name, na, nb, nc, no, body) {#name, {na, nb, nc}, no, op_##name},
+static const kt_op kt_ops[] = {KT_OPS(KT_OP_ROW)};
+
+#endif

@@ -1,0 +1,122 @@
+/* The contract between the kernels and everything above them.
+ *
+ * A variant module exports one kt_kernels in a capsule named KT_CAPSULE; the name carries the ABI, so a
+ * stale shared object fails to load. Kernels get pointers and sizes, never allocate, know no threads.
+ *
+ * Words: a matrix is W[N, K], N outputs. N is padded to blocks of 16 rows, K to a multiple of 64, both
+ * with zeros. A format stores a matrix as N/16 blocks of weight_bytes(K), and apart from them N/16 scale
+ * blocks of scale_bytes(K). The gate and up matrices of a gated layer are one matrix whose blocks alternate:
+ * block 2j holds gate rows 16j..16j+15, block 2j+1 the same rows of up.
+ *
+ * int8-n16k4-v1: block = K/4 lines of 64 bytes; line k holds for row n = 0..15 the bytes W[n, 4k..4k+3].
+ *     line k:  | n0: k k+1 k+2 k+3 | n1: ... | ... | n15: ... |
+ *   16 consecutive lines are one AMX B tile; a line is one VNNI operand against 4 broadcast bytes.
+ *   scale block = 16 float32. scale[n] = absmax(W[n]) / 127, q = round-half-even(W * (127 / absmax)).
+ *   A row whose absmax is under KT_TINY is all zeros with scale 0: a smaller scale would be subnormal.
+ *
+ * Activations of the int8 core: a row of K int8 with kt_meta {scale, sum}; quantized as a weight row.
+ *   A row with NaN or inf gets scale NaN and zeros, so every product of that token is NaN and no other is.
+ *   Tiles: rows in tiles of 16 x 64 bytes, [M/16][K/64][16][64]; rows past M are zero.
+ *
+ * Product: y = fma((float)sum_k x_q w_q, w_scale * x_scale, bias), the sum exact in int32, so every
+ * variant, path and order gives the same bits. All float maths runs with FTZ and DAZ set (begin).
+ */
+#ifndef KT_TABLE_H
+#define KT_TABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KT_CAPSULE "ktcy.kernels.v1"
+#define KT_BLOCK 16
+#define KT_KPAD 64
+#define KT_TINY 0x1p-119f
+/* 127 * 127 * K must stay below 2^31. */
+#define KT_MAX_K 131072
+
+typedef enum { KT_F32, KT_F16, KT_BF16 } kt_dtype;
+
+/* swiglu: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha * g) * (u + offset).
+ *   SwiGLU is alpha 1, limit inf, offset 0; swigluoai (gpt-oss) alpha 1.702, limit 7, offset 1.
+ * gelu: g * Phi(g) * u. gelu_tanh: the tanh approximation of the same. */
+typedef enum { KT_SWIGLU, KT_GELU, KT_GELU_TANH } kt_gate;
+
+typedef struct {
+    kt_gate gate;
+    float alpha, limit, offset;
+} kt_activation;
+
+typedef struct {
+    float scale;
+    int32_t sum; /* of the quantized row: what a u8 x s8 instruction needs to undo its offset */
+} kt_meta;
+
+/* One expert's product: m activation rows times blocks of its weights. Row i is row index[i] of x (or i
+ * when index is NULL) with meta[index[i]]. tiles, if not NULL, holds the same rows gathered in tiles. */
+typedef struct {
+    int64_t m, k; /* k padded */
+    const void *x;
+    int64_t ldx; /* bytes */
+    const int32_t *index;
+    const kt_meta *meta;
+    const void *tiles;
+    const void *weight, *scale;
+    const float *bias; /* per packed row, or NULL */
+} kt_gemm;
+
+typedef struct {
+    const char *name, *layout;
+    int64_t few_rows; /* up to here rows are read through index; above, tiles are faster */
+
+    int64_t (*weight_bytes)(int64_t k);
+    int64_t (*scale_bytes)(int64_t k);
+    int64_t (*row_bytes)(int64_t k);
+
+    /* Quantizes n <= 16 rows of k values into one block; missing rows are zero. Strides in elements.
+     * work: pack_work(k) bytes. Returns 0, or 1 + n * k + k' for the first value that is not finite. */
+    int64_t (*pack_work)(int64_t k);
+    int64_t (*pack)(const void *src, kt_dtype dtype, int64_t row_stride, int64_t col_stride, int64_t n, int64_t k,
+                    void *weight, void *scale, void *work);
+    /* The block's float32 values, [16][ld]. */
+    void (*unpack)(const void *weight, const void *scale, int64_t k, float *dst, int64_t ld);
+
+    /* One activation row of k values, zero padded to the padded K. */
+    void (*quantize)(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta);
+    /* Row r of a tile panel from a quantized row; row NULL writes zeros. */
+    void (*tile)(const void *row, int64_t k, int64_t r, void *tiles);
+
+    /* h[i, 16 j .. 16 j + 15] = activation(gate, up) for j in [j0, j1); ldh in elements. */
+    void (*gate_up)(const kt_gemm *g, const kt_activation *act, int64_t j0, int64_t j1, float *h, int64_t ldh);
+    /* out[row[i]] += route[i] * y[i], columns of blocks [b0, b1), at out + row[i] * ldo, ascending i. */
+    void (*down)(const kt_gemm *g, const int32_t *row, const float *route, int64_t b0, int64_t b1, float *out,
+                 int64_t ldo);
+} kt_format;
+
+/* A vocabulary operation exposed to tests: up to three inputs and one output of fixed sizes in bytes. */
+typedef struct {
+    const char *name;
+    int64_t in[3], out;
+    void (*call)(const void *a, const void *b, const void *c, void *out);
+} kt_op;
+
+typedef struct {
+    uint32_t mxcsr;
+} kt_thread;
+
+typedef struct {
+    const char *name;
+    /* Per-thread set-up around any other call: FTZ, DAZ, tiles. end restores what begin found. */
+    void (*begin)(kt_thread *t);
+    void (*end)(kt_thread *t);
+    /* n float32 rounded to the caller's type. */
+    void (*store)(const float *src, int64_t n, kt_dtype dtype, void *dst);
+    /* Limits of this machine: sum of the bytes read; int8 multiply-adds from registers, returns their count. */
+    uint64_t (*probe_read)(const void *p, int64_t bytes);
+    uint64_t (*probe_s8)(int64_t rounds);
+    const kt_format *formats;
+    int64_t n_formats;
+    const kt_op *ops;
+    int64_t n_ops;
+} kt_kernels;
+
+#endif
