@@ -8,19 +8,20 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport uintptr_t
 
-import ml_dtypes
 import numpy as np
 
-_CODES = {np.dtype(np.float32): KT_F32, np.dtype(np.float16): KT_F16, np.dtype(ml_dtypes.bfloat16): KT_BF16}
+# By name: importing ml_dtypes can take more than a second, and only its users need it.
+_CODES = {"float32": KT_F32, "float16": KT_F16, "bfloat16": KT_BF16}
 
-#: Element types that kernels read and write: float32, float16, bfloat16.
+#: Names of the element types that kernels read and write.
 DTYPES = tuple(_CODES)
 
 _GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
 
 
 cdef int dtype_code(object dtype) except -1:
-    code = _CODES.get(np.dtype(dtype))
+    dtype = np.dtype(dtype)
+    code = _CODES.get(dtype.name) if dtype.isnative else None
     if code is None:
         raise TypeError(f"dtype {dtype} is not supported; use float32, float16 or bfloat16")
     return code
