@@ -32,7 +32,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"ktcy: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
