@@ -203,7 +203,7 @@ cdef class Format:
         cdef int64_t row_stride, col_stride, weight_stride, scale_stride
         cdef uintptr_t source = address(src), w, s
         row_stride, col_stride = _strides(src)
-        blocks = -(-n // KT_BLOCK)
+        blocks = (n + KT_BLOCK - 1) // KT_BLOCK
         w, weight_stride = _blocks("weight", weight, blocks, self.fmt.weight_bytes(k))
         s, scale_stride = _blocks("scale", scale, blocks, self.fmt.scale_bytes(k))
         cdef void *work = PyMem_Malloc(self.fmt.pack_work(k))
