@@ -96,4 +96,4 @@ if __name__ == "__main__":
     modules = cythonize(baseline(), **options)
     [shared] = cythonize([extension("ktcy.kernels._kernels", str(KERNELS / "_kernels.pyx"))], **options)
     modules += [kernel(v, shared.sources[0]) for v in chosen(variant_table())]
-    setup(ext_modules=modules)
+    setup(ext_modules=modules, options={"build_ext": {"parallel": os.cpu_count()}})

@@ -13,6 +13,10 @@ __cpu_variant__ = kernels.default().name
 
 # public name -> the module it comes from
 _LAZY = {
+    "Activation": "config",
+    "Checkpoint": "weights",
+    "KTMoEWrapper": "experts",
+    "convert": "conversion",
     "show_config": "doctor",
 }
 

@@ -33,8 +33,8 @@ def format_of(method):
     raise ValueError(f"unknown method {method!r}; the methods are {known}")
 
 
-def positive(name, value, limit=None):
-    """``value`` as an int in [1, limit].
+def integer(name, value, least=1, most=None):
+    """``value`` as an int in [least, most].
 
     Raises
     ------
@@ -47,9 +47,9 @@ def positive(name, value, limit=None):
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
-    if number < 1 or (limit is not None and number > limit):
-        upper = f" and at most {limit}" if limit is not None else ""
-        raise ValueError(f"{name} must be at least 1{upper}, not {number}")
+    if number < least or (most is not None and number > most):
+        upper = f" and at most {most}" if most is not None else ""
+        raise ValueError(f"{name} must be at least {least}{upper}, not {number}")
     return number
 
 
@@ -104,7 +104,7 @@ class LayerShape:
             ("hidden_size", MAX_K),
             ("moe_intermediate_size", MAX_K),
         ):
-            object.__setattr__(self, name, positive(name, getattr(self, name), limit))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1, limit))
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) is larger than num_experts ({self.num_experts})"

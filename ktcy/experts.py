@@ -1,0 +1,381 @@
+"""`KTMoEWrapper`: the routed experts of one Mixture-of-Experts layer, computed on the CPU."""
+
+import logging
+import os
+import threading
+import warnings
+
+import numpy as np
+
+from . import kernels
+from .arrays import as_numpy, floats, like
+from .config import Activation, LayerShape, format_of, integer
+from .moe import MoE
+from .runtime import topology
+from .runtime.pool import Pool
+from .weights.packed import PackedLayer
+
+logger = logging.getLogger(__name__)
+
+_pools = {}
+_pools_lock = threading.Lock()
+
+
+def _shared_pool(threads):
+    """The process's pool of so many threads; a forked child gets its own."""
+    key = (os.getpid(), threads)
+    with _pools_lock:
+        pool = _pools.get(key)
+        if pool is None or pool.closed:
+            pool = _pools[key] = Pool(threads)
+        return pool
+
+
+def _expert_map(value, num_experts):
+    """``physical_to_logical_map`` as a list: which stored expert each id means."""
+    if value is None:
+        return list(range(num_experts))
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    array = as_numpy(value, "physical_to_logical_map")
+    if array.dtype.kind != "i":
+        raise TypeError(f"physical_to_logical_map must hold integers, not {array.dtype}")
+    if array.shape != (num_experts,):
+        raise ValueError(f"physical_to_logical_map has shape {list(array.shape)}, expected [{num_experts}]")
+    outside = np.flatnonzero((array < 0) | (array >= num_experts))
+    if outside.size:
+        i = outside[0]
+        raise ValueError(f"physical_to_logical_map[{i}] is {array[i]}; experts run from 0 to {num_experts - 1}")
+    return array.tolist()
+
+
+def _gpu_mask(num_gpu_experts, gpu_experts_mask, num_experts):
+    """The bool mask [num_experts] that the two ways to say it agree on."""
+    num_gpu_experts = integer("num_gpu_experts", num_gpu_experts, 0, num_experts)
+    if gpu_experts_mask is None:
+        return np.arange(num_experts) < num_gpu_experts
+    mask = np.array(as_numpy(gpu_experts_mask, "gpu_experts_mask"))
+    if mask.dtype != np.bool_ or mask.shape != (num_experts,):
+        raise ValueError(f"gpu_experts_mask must be bool [{num_experts}], not {mask.dtype} {list(mask.shape)}")
+    if num_gpu_experts and num_gpu_experts != mask.sum():
+        raise ValueError(f"num_gpu_experts is {num_gpu_experts}, but gpu_experts_mask marks {mask.sum()}; give one")
+    return mask
+
+
+def _rows_contiguous(array):
+    return array.shape[1] == 1 or array.strides[1] == array.itemsize
+
+
+class KTMoEWrapper:
+    """The routed experts of one layer: ``sum_j topk_weights[t, j] * expert[topk_ids[t, j]](hidden_states[t])``.
+
+    Parameters
+    ----------
+    layer_idx : int
+        Number of the decoder layer; which layer of ``weight_path`` to load.
+    num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size : int
+        Sizes: experts, top-k, H and I.
+    num_gpu_experts : int
+        So many first experts belong on the GPU. Without one they run on the CPU, and a warning says so.
+    cpuinfer_threads : int, optional
+        Threads; default: one a physical core that this process may use (`KTCY_THREADS` overrides).
+    threadpool_count : int, optional
+        Pools of threads; results do not depend on it.
+    weight_path : str or path, optional
+        Folder made by ``python -m ktcy convert``.
+    method : str
+        Weight format: ``"int8"``, or kt-kernel's ``"AMXINT8"`` and ``"MOE_INT8"``, which mean the same.
+    gpu_experts_mask : bool array [num_experts], optional
+        Which experts belong on the GPU; must agree with ``num_gpu_experts`` if both are given.
+    chunked_prefill_size : int, optional
+        Accepted for kt-kernel's callers; an input of any length works.
+    cpu_save : bool
+        `load_weights_from_tensors` also writes the layer to ``weight_path``.
+    numa_nodes : list of int, optional
+        NUMA node of each pool.
+    swiglu_limit, swiglu_alpha : float
+        Clamp and slope of the activation (kt-kernel's names); ``swiglu_alpha > 0`` means ``swigluoai``.
+    activation : str or Activation, optional
+        ``silu``, ``swigluoai``, ``gelu`` or ``gelu_tanh``; default: what the weights say, else ``silu``.
+    variant : str, optional
+        CPU variant; default: the best one here.
+    pool : Pool, optional
+        Threads to use instead of the process's shared ones.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit; the message names argument, expected and found.
+
+    Notes
+    -----
+    The same bits come out for any variant, thread count, batch and position in the batch. A token whose hidden
+    state holds NaN or inf, or that overflows float32 on the way, gets NaN; other tokens are untouched.
+    """
+
+    def __init__(
+        self,
+        layer_idx,
+        num_experts,
+        num_experts_per_tok,
+        hidden_size,
+        moe_intermediate_size,
+        num_gpu_experts=0,
+        cpuinfer_threads=None,
+        threadpool_count=None,
+        weight_path=None,
+        method="AMXINT8",
+        *,
+        gpu_experts_mask=None,
+        chunked_prefill_size=None,
+        cpu_save=False,
+        max_deferred_experts_per_token=None,
+        numa_nodes=None,
+        mode="inference",
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        activation=None,
+        variant=None,
+        pool=None,
+    ):
+        self._moe = None
+        self._closed = False
+        self.layer_idx = integer("layer_idx", layer_idx, 0)
+        self.shape = LayerShape(num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size)
+        self.method = method
+        self._format = format_of(method)
+        if mode != "inference":
+            raise ValueError(f"mode {mode!r} is not supported; ktcy serves 'inference'")
+        if max_deferred_experts_per_token:
+            raise ValueError("max_deferred_experts_per_token is not supported; leave it out or pass 0")
+        if chunked_prefill_size is not None:
+            integer("chunked_prefill_size", chunked_prefill_size)
+        self.threadpool_count = 1 if threadpool_count is None else integer("threadpool_count", threadpool_count, 1, 4096)
+        if numa_nodes is not None and len(numa_nodes) != self.threadpool_count:
+            raise ValueError(f"numa_nodes has {len(numa_nodes)} entries for {self.threadpool_count} pools")
+        self.gpu_experts_mask = _gpu_mask(num_gpu_experts, gpu_experts_mask, self.shape.num_experts)
+        self.num_gpu_experts = int(self.gpu_experts_mask.sum())
+        if self.num_gpu_experts:
+            warnings.warn(
+                f"{self.num_gpu_experts} experts were asked for on the GPU; all run on the CPU, as ktcy has no GPU here",
+                stacklevel=2,
+            )
+        self.weight_path = weight_path
+        self.cpu_save = cpu_save
+        if swiglu_alpha or swiglu_limit:
+            activation = activation or ("swigluoai" if swiglu_alpha else "silu")
+        if isinstance(activation, str):
+            activation = Activation.named(activation, swiglu_alpha, swiglu_limit)
+        self._activation = activation
+        self._kernels = kernels.load(variant) if variant else kernels.default()
+        if pool is None:
+            if cpuinfer_threads is None:
+                threads = topology.default_threads(topology.read())
+            else:
+                threads = integer("cpuinfer_threads", cpuinfer_threads, 1, 4096)
+            pool = _shared_pool(threads)
+        self._pool = pool
+
+    num_experts = property(lambda self: self.shape.num_experts)
+    num_experts_per_tok = property(lambda self: self.shape.num_experts_per_tok)
+    hidden_size = property(lambda self: self.shape.hidden_size)
+    moe_intermediate_size = property(lambda self: self.shape.moe_intermediate_size)
+
+    @property
+    def variant(self):
+        """Name of the CPU variant in use."""
+        return self._kernels.name
+
+    @property
+    def threads(self):
+        """Number of threads in use."""
+        return self._pool.threads
+
+    @property
+    def pool(self):
+        """The threads in use, shared by the layers of this process that ask for as many."""
+        return self._pool
+
+    @property
+    def packed(self):
+        """The loaded weights, or None."""
+        return self._moe.packed if self._moe else None
+
+    def __repr__(self):
+        state = "closed" if self._closed else "loaded" if self._moe else "not loaded"
+        return (
+            f"<KTMoEWrapper layer {self.layer_idx}: {self.num_experts} experts, top-{self.num_experts_per_tok}, "
+            f"H {self.hidden_size}, I {self.moe_intermediate_size}, {self._format} on {self.variant}, "
+            f"{self.threads} threads, {state}>"
+        )
+
+    def _check_new(self):
+        if self._closed:
+            raise RuntimeError("this layer is closed")
+        if self._moe is not None:
+            raise RuntimeError("this layer has its weights; make another KTMoEWrapper for others")
+
+    def load_weights(self, physical_to_logical_map=None, *, prefault=False, lock=False):
+        """Maps the converted weights of ``weight_path`` and uses them where they lie.
+
+        Parameters
+        ----------
+        physical_to_logical_map : int array [num_experts], optional
+            Expert id of a token -> stored expert.
+        prefault : bool
+            Read all pages now, so that the first tokens do not wait for the disk.
+        lock : bool
+            Keep the pages in memory (mlock).
+
+        Raises
+        ------
+        ValueError
+            Without a ``weight_path``, or when the folder holds no such layer, other sizes or another format.
+        OSError
+            For files that cannot be read or locked.
+        """
+        self._check_new()
+        expert_map = _expert_map(physical_to_logical_map, self.num_experts)
+        if self.weight_path is None:
+            raise ValueError("no weight_path; make a folder with: python -m ktcy convert MODEL OUT --format int8")
+        packed = PackedLayer.open(self.weight_path, self.layer_idx, prefault=prefault, lock=lock)
+        if packed.format != self._format:
+            raise ValueError(f"{self.weight_path} holds {packed.format} weights, but method {self.method!r} was asked for")
+        for name in ("num_experts", "hidden_size", "moe_intermediate_size"):
+            found, expected = getattr(packed.shape, name), getattr(self.shape, name)
+            if found != expected:
+                raise ValueError(f"layer {self.layer_idx} in {self.weight_path} has {name} {found}, expected {expected}")
+        if self._activation is not None and self._activation != packed.activation:
+            raise ValueError(f"the weights were made for {packed.activation}, but {self._activation} was asked for")
+        self._moe = MoE(self._kernels.format(self._format), packed, self._pool, expert_map)
+
+    def load_weights_from_tensors(
+        self,
+        gate_proj,
+        up_proj,
+        down_proj,
+        physical_to_logical_map=None,
+        *,
+        gate_bias=None,
+        up_bias=None,
+        down_bias=None,
+    ):
+        """Quantizes weights held in memory; strided views are read as they are, expert by expert.
+
+        Parameters
+        ----------
+        gate_proj, up_proj : array [num_experts, I, H]
+            float32, float16 or bfloat16; numpy, torch CPU or DLPack.
+        down_proj : array [num_experts, H, I]
+        physical_to_logical_map : int array [num_experts], optional
+            Expert id of a token -> expert in these arrays.
+        gate_bias, up_bias : array [num_experts, I], optional
+        down_bias : array [num_experts, H], optional
+
+        Raises
+        ------
+        TypeError, ValueError
+            For types and shapes that do not fit, and for values that are not finite.
+        """
+        self._check_new()
+        e, h, i = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        expert_map = _expert_map(physical_to_logical_map, e)
+        arrays = [
+            floats(gate_proj, "gate_proj", (e, i, h)),
+            floats(up_proj, "up_proj", (e, i, h)),
+            floats(down_proj, "down_proj", (e, h, i)),
+        ]
+        biases = {
+            name: None if value is None else floats(value, name, (e, n))
+            for name, value, n in (("gate_bias", gate_bias, i), ("up_bias", up_bias, i), ("down_bias", down_bias, h))
+        }
+        fmt = self._kernels.format(self._format)
+        packed = PackedLayer.pack(
+            fmt,
+            *arrays,
+            **biases,
+            shape=self.shape,
+            activation=self._activation or Activation(),
+            layer=self.layer_idx,
+            threads=self.threads,
+        )
+        if self.cpu_save:
+            if self.weight_path is None:
+                raise ValueError("cpu_save needs a weight_path to write to")
+            packed.save(self.weight_path)
+        self._moe = MoE(fmt, packed, self._pool, expert_map)
+
+    def forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None, *, out=None):
+        """The weighted sum of each token's experts.
+
+        Parameters
+        ----------
+        hidden_states : array [T, H]
+            float32, float16 or bfloat16; numpy, torch CPU or DLPack; any strides.
+        topk_ids : array [T, num_experts_per_tok]
+            int32 or int64. -1 means no expert; the same expert twice counts twice.
+        topk_weights : array [T, num_experts_per_tok]
+            float32; other float types are converted.
+        cuda_stream : None
+            For kt-kernel's callers; there is no GPU side to order against.
+        out : array [T, H], optional
+            Written and returned; float32, float16 or bfloat16.
+
+        Returns
+        -------
+        array [T, H]
+            Of the kind and dtype of ``hidden_states``, or ``out``.
+
+        Raises
+        ------
+        RuntimeError
+            Before weights are loaded, after `close`, in a forked child, or with a stream.
+        TypeError, ValueError
+            For arrays that do not fit, and ids outside [-1, num_experts).
+        """
+        if self._moe is None:
+            raise RuntimeError("this layer is closed" if self._closed else "call load_weights() first")
+        if cuda_stream:
+            raise RuntimeError("a cuda_stream was given, but these are CPU tensors and ktcy has no GPU here; pass None")
+        x = floats(hidden_states, "hidden_states", (None, self.hidden_size))
+        ids = as_numpy(topk_ids, "topk_ids")
+        if ids.dtype not in (np.int64, np.int32):
+            raise TypeError(f"topk_ids is {ids.dtype}; int32 and int64 are supported")
+        weights = as_numpy(topk_weights, "topk_weights")
+        if weights.dtype.kind not in "fV":
+            raise TypeError(f"topk_weights is {weights.dtype}; a float type is needed")
+        expected = (x.shape[0], self.num_experts_per_tok)
+        for name, array in (("topk_ids", ids), ("topk_weights", weights)):
+            if array.shape != expected:
+                raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
+        weights = weights.astype(np.float32, copy=False)
+        if not _rows_contiguous(x):
+            x = np.ascontiguousarray(x)
+        if out is None:
+            result = np.empty(x.shape, x.dtype)
+            self._moe.forward(x, ids, weights, result)
+            return like(result, hidden_states)
+        target = floats(out, "out", x.shape)
+        if not target.flags.writeable:
+            raise ValueError("out is read-only")
+        direct = _rows_contiguous(target) and not any(
+            np.may_share_memory(target, array) for array in (x, ids, weights)
+        )
+        result = target if direct else np.empty(x.shape, target.dtype)
+        self._moe.forward(x, ids, weights, result)
+        if not direct:
+            target[...] = result
+        return out
+
+    __call__ = forward
+
+    def close(self):
+        """Lets go of the weights; closing twice is fine. The shared threads stay for other layers."""
+        self._moe = None
+        self._closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
