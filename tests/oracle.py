@@ -1,0 +1,250 @@
+"""The maths of a layer in float64, with a bound for what float32 kernels may add, derived and never chosen by eye.
+
+Every number travels as a value and a bound: ``(v, e)`` says that the kernels hold something within e of v.
+Bounds are first order times ``SLACK``; the relative errors here stay under 1e-3, so that covers their products.
+Two forms of the layer share the code and differ in one step, the rounding to int8:
+
+- ``int8``: follow the scheme of table.h. What is left is float32 arithmetic, and a value of the intermediate
+  that lies so close to the middle of two steps that arithmetic decides between them.
+- ``exact``: keep the original numbers. The bound is then the error of the scheme itself.
+"""
+
+import math
+from typing import NamedTuple, Optional
+
+import numpy as np
+
+U = 2.0**-24
+SLACK = 1.01
+# The smallest normal float32: kernels flush what is smaller.
+FLUSH = 2.0**-126
+# A row whose absmax is smaller is zero (table.h).
+TINY = 2.0**-119
+EXP = 1.5e-7
+GELU_FIT = 9.2e-7
+# The largest slope of x * sigmoid(x) is 1.0998, of x * Phi(x) and its tanh form 1.1290.
+SLOPE = 1.13
+# Half a step of int8; float32 moves x / scale by at most 3 U of 127.
+HALF = 0.5 + 127 * 3 * U * SLACK
+# Unit roundoff and smallest step of what a layer writes.
+STORE = {"float32": (0.0, 0.0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+
+
+class Expert(NamedTuple):
+    """Weights of one expert: gate and up [I, H], down [H, I], biases [I], [I], [H] or None."""
+
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    gate_bias: Optional[np.ndarray] = None
+    up_bias: Optional[np.ndarray] = None
+    down_bias: Optional[np.ndarray] = None
+
+
+def quantize_rows(x):
+    """The int8 scheme of table.h on rows [N, K]: q int8 [N, K] and scale float32 [N], bit for bit."""
+    x = np.asarray(x).astype(np.float32)
+    x = np.where(np.abs(x) < np.float32(FLUSH), np.float32(0), x)
+    most = np.abs(x).max(axis=1, initial=0)
+    finite = np.isfinite(most)
+    used = finite & (most >= TINY)
+    divisor = np.where(used, most, np.float32(1))[:, None]
+    q = np.rint(np.where(used[:, None], x, 0) * (np.float32(127) / divisor)).astype(np.int8)
+    scale = np.where(used, most / np.float32(127), np.float32(0))
+    return q, np.where(finite, scale, np.float32("nan")).astype(np.float32)
+
+
+def dequantize(q, scale):
+    """float64 values of quantized rows; a row of scale NaN is all NaN."""
+    return q.astype(np.float64) * scale.astype(np.float64)[:, None]
+
+
+def pack_int8(q, scale):
+    """Quantized rows in the layout int8-n16k4-v1: weight uint8 [blocks, bytes], scale uint8 [blocks, 64]."""
+    n, k = q.shape
+    blocks, padded = -(-n // 16), -(-k // 64) * 64
+    full = np.zeros((blocks * 16, padded), np.int8)
+    full[:n, :k] = q
+    lines = full.reshape(blocks, 16, padded // 4, 4).swapaxes(1, 2)
+    scales = np.zeros(blocks * 16, np.float32)
+    scales[:n] = scale
+    return lines.reshape(blocks, 16 * padded).view(np.uint8), scales.reshape(blocks, 16).view(np.uint8)
+
+
+def int8_rounding(v, e):
+    """What the scheme makes of rows v known within e, and how far the kernels' may be from it.
+
+    Both lie within half a step of what they round. Where no error within e can change q, only the scale's own
+    error is left.
+    """
+    v = np.where(np.isfinite(v).all(axis=1, keepdims=True), v, np.nan)
+    most = np.abs(v).max(axis=1, keepdims=True, initial=0)
+    error = np.max(e, axis=1, keepdims=True, initial=0)
+    step = most / 127
+    step_error = (error / 127 + step * U) * SLACK
+    safe = np.where(step > 0, step, 1)
+    t = v / safe
+    q = np.rint(t)
+    moved = (e / safe + np.abs(t) * (step_error / safe + 3 * U)) * SLACK
+    sure = (np.rint(t - moved) == q) & (np.rint(t + moved) == q) & (most - error >= 2 * TINY)
+    apart = HALF * (2 * step + step_error) + e + 2 * TINY
+    return q * step, np.where(sure, np.abs(q) * step_error, apart)
+
+
+def exact_rounding(v, e):
+    """Rows v known within e as they are; the bound takes in half a step, or all of a row that counts as zero."""
+    v = np.where(np.isfinite(v).all(axis=1, keepdims=True), v, np.nan)
+    most = np.abs(v).max(axis=1, keepdims=True, initial=0)
+    error = np.max(e, axis=1, keepdims=True, initial=0)
+    return v, e + HALF * (most + error) / 127 + np.where(most - error < 2 * TINY, 2 * TINY, FLUSH)
+
+
+ROUNDING = {"int8": int8_rounding, "exact": exact_rounding}
+
+
+def weights(w, form):
+    """A matrix [N, K] as a form of the layer sees it: value and bound."""
+    if form == "int8":
+        return dequantize(*quantize_rows(w)), np.zeros(w.shape)
+    w = w.astype(np.float64)
+    return exact_rounding(w, np.zeros(w.shape))
+
+
+def product(x, w, bias=None):
+    """x [M, K] times w [N, K], each with its bound, plus bias [N]: fma(float(sum), w_scale * x_scale, bias)."""
+    (x, ex), (w, ew) = x, w
+    k = x.shape[1]
+    bias = 0.0 if bias is None else bias.astype(np.float64)
+    s = x @ w.T
+    y = s + bias
+    e = np.abs(x) @ (ew + k * 2.0**-52 * np.abs(w)).T
+    if ex.any():
+        e += ex @ (ew + np.abs(w)).T
+    # Rounded: the sum, the product of the scales, the fma. Flushed: the product of the scales, the fma.
+    rounded = 2 * U * (np.abs(s) + e) + U * (np.abs(y) + e)
+    return y, (e + rounded) * SLACK + (127.0 * 127.0 * k + 1) * FLUSH
+
+
+def sigmoid(a):
+    e = np.exp(-np.abs(a))
+    return np.where(a >= 0, 1, e) / (1 + e)
+
+
+_erfc = np.frompyfunc(math.erfc, 1, 1)
+
+
+def phi(x):
+    """The normal distribution function; exact on both tails."""
+    return 0.5 * _erfc(-np.asarray(x, np.float64) / math.sqrt(2)).astype(np.float64)
+
+
+def _parameters(act):
+    return (float(np.float32(v)) for v in (act.alpha, act.limit, act.offset))
+
+
+def _gate(act, g):
+    """The gate's part of an activation: value, relative error of its arithmetic for exact g.
+
+    swish: alpha * g rounds once, and |a| (1 - sigmoid(a)) is how much of that reaches the sigmoid; then exp,
+    1 + exp, the division. gelu_tanh: the same, its argument six times rounded (two constants, x * c, x * x, fma,
+    product). gelu: see kernels/activation.h; Horner's sum of R is 6.5 U and the error of u another 6 U of it,
+    exp's argument rounds once.
+    """
+    alpha, _, _ = _parameters(act)
+    if act.gate == "gelu":
+        lower = phi(-np.abs(g))
+        upper = phi(g)
+        relative = GELU_FIT + EXP + (15 + np.minimum(g * g / 2, 88)) * U
+        return g * upper, np.where(g < 0, relative, (lower * relative + U) / np.maximum(upper, 0.5)) + U
+    if act.gate == "gelu_tanh":
+        a, rounded = 2 * math.sqrt(2 / math.pi) * g * (1 + 0.044715 * g * g), 6
+    else:
+        a, rounded = alpha * g, 1
+    rest = sigmoid(-a)
+    return g * sigmoid(a), rest * (EXP + rounded * U * np.minimum(np.abs(a), 88)) + 2 * U
+
+
+def activation(act, gate, up=None):
+    """The gated activation in float64, and the bound, of gate and up (each value and bound, or a plain value)."""
+    (g, eg), (u, eu) = (v if isinstance(v, tuple) else (v, np.zeros_like(v)) for v in (gate, up))
+    _, limit, offset = _parameters(act)
+    if act.gate == "swiglu":
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+        u = u + offset
+    s, _ = _gate(act, g)
+    es = SLOPE * eg
+    # Below zero the relative error falls as the argument grows, above it rises by less than 2 U.
+    _, relative = _gate(act, g - np.copysign(eg, act.alpha))
+    rounded = (relative + 4 * U) * (np.abs(s) + es) * (np.abs(u) + eu)
+    flushed = 2 * FLUSH * (1 + (1 + np.abs(g) + eg) * (np.abs(u) + eu))
+    e = es * (np.abs(u) + eu) + np.abs(s) * eu
+    return s * u, (e + rounded) * SLACK + flushed
+
+
+def gate_up(x, expert, act, form="int8"):
+    """The intermediate rows [M, I] of quantized or original rows x (value and bound)."""
+    gate = product(x, weights(expert.gate, form), expert.gate_bias)
+    up = product(x, weights(expert.up, form), expert.up_bias)
+    return activation(act, gate, up)
+
+
+def moe_layer(x, ids, route, experts, act, form="int8"):
+    """A whole layer.
+
+    Parameters
+    ----------
+    x : array [M, H]
+        float32, float16 or bfloat16. A row with NaN or inf is all NaN in the answer.
+    ids : int array [M, top_k]
+        Experts of each token; -1 is no expert, an expert may come twice.
+    route : array [M, top_k]
+    experts : sequence of Expert, or a dict
+    act : ktcy.config.Activation
+    form : {"int8", "exact"}
+        Follow the int8 scheme, or keep the original weights and activations.
+
+    Returns
+    -------
+    (out, bound) : float64 [M, H]
+        Float32 kernels of the int8 scheme give something within bound of out. `stored` adds what rounding to
+        the caller's dtype does.
+    """
+    rounding = ROUNDING[form]
+    x = x.astype(np.float32).astype(np.float64)
+    route = route.astype(np.float32).astype(np.float64)
+    out, bound, mass = (np.zeros(x.shape) for _ in range(3))
+    if form == "int8":
+        x = dequantize(*quantize_rows(x)), np.zeros(x.shape)
+    else:
+        x = rounding(x, np.zeros(x.shape))
+    for e in np.unique(ids[ids >= 0]):
+        token, slot = np.nonzero(ids == e)
+        rows = x[0][token], x[1][token]
+        h = rounding(*gate_up(rows, experts[e], act, form))
+        y, ey = product(h, weights(experts[e].down, form), experts[e].down_bias)
+        r = route[token, slot][:, None]
+        np.add.at(out, token, r * y)
+        np.add.at(bound, token, np.abs(r) * ey)
+        np.add.at(mass, token, np.abs(r) * (np.abs(y) + ey))
+    # One fma a slot.
+    return out, bound + ids.shape[1] * (U * mass * SLACK + FLUSH)
+
+
+def stored(out, bound, dtype):
+    """The bound after rounding to the dtype of the caller."""
+    unit, least = STORE[np.dtype(dtype).name]
+    return bound + unit * (np.abs(out) + bound) + least
+
+
+def assert_within(got, want, bound):
+    """got is NaN exactly where want is, infinite only where want may not fit its dtype, else within the bound."""
+    import ml_dtypes
+
+    limit = float(ml_dtypes.finfo(got.dtype).max)
+    got = got.astype(np.float64)
+    lost = np.isnan(want)
+    assert (np.isnan(got) == lost).all(), f"NaN at {np.argwhere(np.isnan(got) != lost)[:5].tolist()}"
+    got, want, bound = got[~lost], want[~lost], np.broadcast_to(bound, want.shape)[~lost]
+    assert not (np.isinf(got) & (np.abs(want) + bound < limit)).any(), "infinite, but the answer fits"
+    error = np.abs(np.clip(got, -limit, limit) - np.clip(want, -limit, limit))
+    assert (error <= bound).all(), f"{np.max(error / bound)} of the bound, worst error {error.max()}"
