@@ -47,7 +47,8 @@ cdef extern from "table.h" nogil:
         void unpack(const void *weight, const void *scale, int64_t k, float *dst, int64_t ld) noexcept nogil
         void quantize(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta) noexcept nogil
         void tile(const void *row, int64_t k, int64_t r, void *tiles) noexcept nogil
-        void gate_up(const kt_gemm *g, const kt_activation *act, int64_t j0, int64_t j1, float *h, int64_t ldh) noexcept nogil
+        void gate_up(const kt_gemm *g, const kt_activation *act, int64_t j0, int64_t j1, float *h,
+                     int64_t ldh) noexcept nogil
         void down(const kt_gemm *g, const int32_t *row, const float *route, int64_t b0, int64_t b1, float *out,
                   int64_t ldo) noexcept nogil
 

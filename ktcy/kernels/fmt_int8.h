@@ -62,8 +62,8 @@ static void int8_tile(const void *row, int64_t k, int64_t r, void *tiles) {
 }
 
 /* Sixteen strided rows as contiguous float32; missing rows are not touched. */
-static void kt_gather_rows(const char *src, kt_dtype dtype, int64_t row_stride, int64_t col_stride, int64_t n, int64_t k,
-                           float *dst, int64_t ld) {
+static void kt_gather_rows(const char *src, kt_dtype dtype, int64_t row_stride, int64_t col_stride, int64_t n,
+                           int64_t k, float *dst, int64_t ld) {
     const int64_t size = kt_size(dtype);
     for (int64_t j = 0; j < k; j++) {
         char values[64] = {0};

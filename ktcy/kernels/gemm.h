@@ -15,8 +15,8 @@
 #define KT_AHEAD 4096
 
 /* rows and blocks are compile-time constants at each call: the accumulators live in registers. */
-KT_INLINE void s8_micro(int rows, int blocks, const int8_t *const *x, int64_t step, const int8_t *w, int64_t block_bytes,
-                        int64_t k, const int32_t *sum, int32_t (*c)[32]) {
+KT_INLINE void s8_micro(int rows, int blocks, const int8_t *const *x, int64_t step, const int8_t *w,
+                        int64_t block_bytes, int64_t k, const int32_t *sum, int32_t (*c)[32]) {
     vi32 acc[KT_S8_ROWS][2];
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < blocks; b++)
