@@ -65,28 +65,36 @@ def read_header(path):
                 return _parse(path, text, size)
         file.seek(0)
         text = file.read(4096)
-    raise ValueError(f"{path} is no safetensors file, or only part of one: {_what_file(text, size, length)}")
+    what = what_file(text, size) or f"its header would have {length} bytes, the file has {size}"
+    raise ValueError(f"{path} is no safetensors file, or only part of one: {what}")
 
 
 def _parse(path, text, size):
     data = 8 + len(text)
+
+    def tensor(entry):
+        """Called by the parser, so that the dicts of tens of thousands of tensors never live at once."""
+        if "data_offsets" not in entry or "dtype" not in entry:
+            return entry
+        begin, end = entry["data_offsets"]
+        return Tensor(entry["dtype"], tuple(entry["shape"]), data + begin, data + end)
+
     try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__", None) or {}
-        tensors = {
-            name: Tensor(t["dtype"], tuple(t["shape"]), data + t["data_offsets"][0], data + t["data_offsets"][1])
-            for name, t in entries.items()
-        }
+        tensors = json.loads(text, object_hook=tensor)
+        metadata = tensors.pop("__metadata__", None) or {}
+        for name, entry in tensors.items():
+            if type(entry) is not Tensor:
+                raise ValueError(f"tensor {name} lacks dtype, shape or data_offsets")
         end = data
-        for name, t in sorted(tensors.items(), key=lambda item: item[1][2:]):
-            if not all(isinstance(n, int) and n >= 0 for n in t.shape):
-                raise ValueError(f"tensor {name} has shape {list(t.shape)}")
+        for name, (dtype, shape, begin, stop) in sorted(tensors.items(), key=lambda item: item[1][2:]):
+            if not all([type(n) is int and n >= 0 for n in shape]):
+                raise ValueError(f"tensor {name} has shape {list(shape)}")
             # Types that this table does not know (of part of a byte, say) may stand in files we only pass by.
-            expected = math.prod(t.shape) * ITEMSIZE[t.dtype] if t.dtype in ITEMSIZE else t.end - t.begin
-            if t.begin != end or t.end - t.begin != expected:
-                where = f"bytes {t.begin} to {t.end}"
-                raise ValueError(f"tensor {name} ({t.dtype} {list(t.shape)}) is said to lie in {where}")
-            end = t.end
+            expected = math.prod(shape) * ITEMSIZE[dtype] if dtype in ITEMSIZE else max(stop - begin, 0)
+            if begin != end or stop - begin != expected or type(stop) is not int:
+                where = f"bytes {begin} to {stop}"
+                raise ValueError(f"tensor {name} ({dtype} {list(shape)}) is said to lie in {where}, not from {end} on")
+            end = stop
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} has a damaged safetensors header ({reason}); fetch or convert it again") from None
@@ -96,7 +104,8 @@ def _parse(path, text, size):
     return Header(metadata, tensors, data)
 
 
-def _what_file(text, size, length):
+def what_file(text, size):
+    """What a file is, from its first bytes, if it is one of the things that come in place of what was wanted."""
     if size == 0:
         return "it is empty"
     if not text.strip(b"\0"):
@@ -111,7 +120,7 @@ def _what_file(text, size, length):
         return "it is a PyTorch pickle"
     if size < 8:
         return f"it has {size} bytes"
-    return f"its header would have {length} bytes, the file has {size}"
+    return None
 
 
 def what_folder(path):

@@ -1,0 +1,424 @@
+"""Reads the experts of a Hugging Face checkpoint, one at a time.
+
+Opening reads the config and the headers of the shards and checks everything that they say: sizes of files,
+names, dtypes and shapes of all experts. The weights are read expert by expert into one buffer per thread
+(pread, no mapping): memory does not grow with the model, a file that is cut while it is read is an exception
+and not a SIGBUS, and the arrays are aligned whatever the length of the header.
+"""
+
+import contextlib
+import json
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import ml_dtypes
+import numpy as np
+
+from ._header import Tensor, read_header, what_file, what_folder
+from .architectures import PREFIXES, architecture_of, get
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+
+INDEX = "model.safetensors.index.json"
+# What one tensor of an expert has in its name; shared experts have "_experts.", routers neither.
+EXPERTS = ".experts."
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Expert:
+    """The weights of one expert. The arrays may be strided views, and hold until the thread's next `expert`.
+
+    Attributes
+    ----------
+    gate, up : ndarray [I, H]
+        float32, float16 or bfloat16, as stored.
+    down : ndarray [H, I]
+    gate_bias, up_bias : ndarray [I] of float32, or None
+    down_bias : ndarray [H] of float32, or None
+    source : dict of str to str
+        For "gate", "up" and "down": the file and tensor it came from, for messages.
+    """
+
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    gate_bias: Optional[np.ndarray]
+    up_bias: Optional[np.ndarray]
+    down_bias: Optional[np.ndarray]
+    source: dict
+
+
+class _Layer(NamedTuple):
+    """The tensors of a layer by what follows ``experts.``, each with the file and full name it has."""
+
+    root: str
+    tensors: dict
+    fused: bool
+    transposed: bool
+
+
+class Checkpoint:
+    """The experts of a Mixture-of-Experts model in a folder that transformers saved.
+
+    Several threads may call `expert` at once. Use as a context manager, or `close` it.
+
+    Parameters
+    ----------
+    path : path-like
+        Folder with ``config.json`` and safetensors files: one, or the shards that ``model.safetensors.index.json``
+        lists, or, without an index, a whole set named ``model-00001-of-00002.safetensors``.
+
+    Attributes
+    ----------
+    path : Path
+    architecture : str
+        The model's ``model_type``.
+    layers : list of int
+        The layers that have experts, ascending.
+    shape : LayerShape
+    activation : Activation
+    has_bias : bool
+
+    Raises
+    ------
+    ValueError
+        If the folder holds something else, if the model is unknown or stored in another dtype than bfloat16,
+        float16 or float32, if a file is damaged, or if experts are missing, left over or of another shape than
+        the config says. The message names the file and the tensor.
+    OSError
+        If the folder or a shard is missing or cannot be read.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self._local = threading.local()
+        self._files = {}
+        _check_folder(self.path)
+        config_path = self.path / "config.json"
+        whole = _read_json(config_path)
+        try:
+            self._row, config = architecture_of(whole)
+            self.architecture = self._row.model_type
+            self.shape = self._row.shape(config)
+            self.activation = self._row.activation_of(config)
+            self.layers = sorted(self._row.layers(config))
+            depth = get(config, "num_hidden_layers")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{config_path}: {error}") from None
+        if not self.layers:
+            raise ValueError(f"{config_path}: no layer of this model has experts")
+        self.has_bias = self._row.bias
+
+        quantization = whole.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        self._note = f" (config.json says quant_method {method!r})" if method else ""
+        groups = self._groups(_read_headers(self.path), depth)
+        self._layers = {layer: self._layer(layer, groups) for layer in self.layers}
+        for root, held in groups.items():
+            for name, (shard, _) in held.items():
+                raise ValueError(
+                    f"{self.path / shard}: nothing uses the expert tensor {root}{name}; {config_path} says "
+                    f"{self.shape.num_experts} experts in layers {_runs(self.layers)} of a {self.architecture} model"
+                )
+
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers.values():
+                for shard, _ in layer.tensors.values():
+                    if shard not in self._files:
+                        self._files[shard] = stack.enter_context(open(self.path / shard, "rb", buffering=0))
+            self._close = stack.pop_all().close
+
+    def _groups(self, headers, depth):
+        """All expert tensors as ``{root: {name: (shard, Tensor)}}``, where root ends in ``experts.``."""
+        groups, refused = {}, None
+        for shard, tensors in headers.items():
+            for full, tensor in tensors.items():
+                if EXPERTS not in full:
+                    continue
+                cut = full.index(EXPERTS) + len(EXPERTS)
+                root, name = full[:cut], full[cut:]
+                if root not in groups:
+                    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", root)
+                    mtp = self._row.mtp and layer and int(layer[1]) >= depth
+                    groups[root] = None if mtp else {}
+                if groups[root] is not None:
+                    if tensor.dtype not in DTYPES:
+                        refused = refused or f"{self.path / shard}: {full} has dtype {tensor.dtype}"
+                    groups[root][name] = shard, tensor
+        if refused:
+            raise ValueError(
+                f"{refused}{self._note}; experts of dtype {', '.join(DTYPES)} can be read. "
+                "Use the model's bfloat16 release, or dequantize it first"
+            )
+        return {root: held for root, held in groups.items() if held is not None}
+
+    def _layer(self, layer, groups):
+        """The tensors of one layer, taken out of ``groups``."""
+        e, h, i = self.shape.num_experts, self.shape.hidden_size, self.shape.moe_intermediate_size
+        roots = [f"{p}layers.{layer}.{block}{EXPERTS}" for p in PREFIXES for block in self._row.blocks]
+        held_roots = [root for root in roots if root in groups]
+        if len(held_roots) > 1:
+            raise ValueError(f"{self.path} has the experts of layer {layer} twice: as {' and as '.join(held_roots)}*")
+        root = held_roots[0] if held_roots else roots[0]
+        held = groups.get(root, {})
+
+        fused = "gate_up_proj" in held or "down_proj" in held
+        transposed = False
+        if fused:
+            expected = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
+            # No sizes make both shapes their own transposes, so the pair always tells.
+            transposed = all(n in held and _swapped(held[n][1].shape) == dims for n, dims in expected.items())
+            if transposed:
+                expected = {name: _swapped(dims) for name, dims in expected.items()}
+            if self.has_bias:
+                expected |= {"gate_up_proj_bias": (e, 2 * i), "down_proj_bias": (e, h)}
+        else:
+            expected = {}
+            for expert in range(e):
+                for name, dims in zip(self._row.names, ((i, h), (i, h), (h, i))):
+                    expected[f"{expert}.{name}.weight"] = dims
+                    if self.has_bias:
+                        expected[f"{expert}.{name}.bias"] = dims[:1]
+
+        missing = [name for name in expected if name not in held]
+        if missing:
+            some = ", ".join(root + name for name in missing[:3])
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            if not held:
+                other = next(iter(groups), None)
+                more += f", nor {root}gate_up_proj; " + (f"it has {other}*" if other else "it has no experts at all")
+            raise ValueError(f"{self.path} lacks expert tensors of layer {layer}: {some}{more}")
+        tensors = {name: held.pop(name) for name in expected}
+        for name, dims in expected.items():
+            shard, tensor = tensors[name]
+            if tensor.shape != dims:
+                raise ValueError(
+                    f"{self.path / shard}: {root}{name} has shape {list(tensor.shape)}, but config.json makes it "
+                    f"{list(dims)} ({e} experts, hidden size {h}, intermediate size {i})"
+                )
+        return _Layer(root, tensors, fused, transposed)
+
+    def expert(self, layer, e):
+        """Reads one expert.
+
+        Parameters
+        ----------
+        layer : int
+            One of `layers`.
+        e : int
+            In [0, num_experts).
+
+        Returns
+        -------
+        Expert
+            Its arrays are overwritten by the next call of the same thread; copy what must last.
+
+        Raises
+        ------
+        ValueError
+            For a layer or expert that the model does not have, or after `close`.
+        OSError
+            If the file cannot be read, or was cut since it was opened.
+        """
+        if not self._files:
+            raise ValueError(f"the checkpoint {self.path} is closed")
+        if layer not in self._layers:
+            raise ValueError(f"layer {layer} of {self.path} has no experts; the layers are {_runs(self.layers)}")
+        if not 0 <= e < self.shape.num_experts:
+            raise ValueError(f"no expert {e}; the experts are 0 to {self.shape.num_experts - 1}")
+        plan = self._layers[layer]
+        if plan.fused:
+            parts = {name: (shard, _slice(t, e)) for name, (shard, t) in plan.tensors.items()}
+            arrays = self._read(parts)
+            gate_up, down = arrays["gate_up_proj"], arrays["down_proj"]
+            if plan.transposed:
+                gate_up, down = gate_up.T, down.T
+            matrices = *self._halves(gate_up), down
+            biases = None, None, None
+            if self.has_bias:
+                biases = *self._halves(arrays["gate_up_proj_bias"]), arrays["down_proj_bias"]
+            names = "gate_up_proj", "gate_up_proj", "down_proj"
+            which = f", expert {e}"
+        else:
+            names = [f"{e}.{name}.weight" for name in self._row.names]
+            bias_names = [f"{e}.{name}.bias" for name in self._row.names if self.has_bias]
+            arrays = self._read({name: plan.tensors[name] for name in (*names, *bias_names)})
+            matrices = [arrays[name] for name in names]
+            biases = [arrays[name] for name in bias_names] or (None, None, None)
+            which = ""
+        biases = (None if bias is None else bias.astype(np.float32) for bias in biases)
+        sources = (f"{self.path / plan.tensors[name][0]}: {plan.root}{name}{which}" for name in names)
+        return Expert(*matrices, *biases, dict(zip(("gate", "up", "down"), sources)))
+
+    def _halves(self, rows):
+        """Gate and up of a fused tensor, along its first axis."""
+        half = self.shape.moe_intermediate_size
+        return (rows[0::2], rows[1::2]) if self._row.interleaved else (rows[:half], rows[half:])
+
+    def _read(self, parts):
+        """``{name: (shard, Tensor)}`` as ``{name: array}``, in this thread's buffer."""
+        starts, total = {}, 0
+        for name, (_, tensor) in parts.items():
+            starts[name] = total
+            total += -(-(tensor.end - tensor.begin) // ALIGN) * ALIGN
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.size < total:
+            self._local.buffer = buffer = None
+            self._local.buffer = buffer = np.empty(total, np.uint8)
+        arrays = {}
+        for name, (shard, tensor) in parts.items():
+            part = buffer[starts[name] : starts[name] + tensor.end - tensor.begin]
+            _fill(self._files[shard], part, tensor.begin)
+            arrays[name] = part.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return arrays
+
+    def close(self):
+        """Closes the files and frees the buffers. Arrays that `expert` returned stay valid."""
+        self._files = {}
+        self._local = threading.local()
+        self._close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+def _check_folder(path):
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: there is no such folder; expected that of a Hugging Face checkpoint")
+        with open(path, "rb") as file:
+            what = what_file(file.read(4096), path.stat().st_size) or "it is a file"
+        raise ValueError(f"{path}: {what}; expected the folder of a Hugging Face checkpoint")
+    what = what_folder(path)
+    weights = (path / INDEX).is_file() or any(path.glob("*.safetensors"))
+    if (path / "config.json").is_file() and weights and "ktcy" not in what:
+        return
+    if "ktcy" in what:
+        advice = "These are ready to use: give the folder to KTMoEWrapper as weight_path"
+    else:
+        if (path / "snapshots").is_dir():
+            advice = f"This is a folder of the Hugging Face cache, so take one of {path / 'snapshots'}/*"
+        elif "GGUF" in what:
+            advice = "Download the model in safetensors format"
+        elif "PyTorch" in what:
+            advice = "Load the model with transformers and save it again with save_pretrained"
+        elif weights:
+            advice = "Copy the model's config.json there"
+        else:
+            advice = "Download the whole model"
+        advice += ", then run `python -m ktcy convert MODEL OUT`"
+    raise ValueError(f"{path} holds {what}; expected config.json and *.safetensors of a Hugging Face model. {advice}")
+
+
+def _read_json(path):
+    text = path.read_bytes()
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        what = what_file(text[:4096], len(text)) or error
+        raise ValueError(f"{path} is no JSON file of a checkpoint: {what}") from None
+    return value
+
+
+def _read_headers(folder):
+    """``{shard: {name: Tensor}}`` of the files that make up the model; every name stands once."""
+    index = folder / INDEX
+    if not index.is_file():
+        shards = _shards_without_index(folder)
+        headers = {shard: read_header(folder / shard).tensors for shard in shards}
+        first = {}
+        for shard, tensors in headers.items():
+            for name in tensors:
+                if first.setdefault(name, shard) != shard:
+                    raise ValueError(f"{folder} has the tensor {name} twice: in {first[name]} and in {shard}")
+        return headers
+
+    placed = _read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ValueError(f"{index} has no weight_map")
+    shards = list(dict.fromkeys(placed.values()))
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{index} lists {shard!r}, which is no name of a file in its folder")
+    _check_present(folder, shards, f"{index} lists")
+    headers = {shard: read_header(folder / shard).tensors for shard in shards}
+    for name, shard in placed.items():
+        if name not in headers[shard]:
+            raise ValueError(f"{index} places the tensor {name} in {shard}, which does not hold it")
+    for shard, tensors in headers.items():
+        for name in tensors:
+            if EXPERTS in name and name not in placed:
+                raise ValueError(f"{folder / shard}: {INDEX} does not list the expert tensor {name}")
+    return {
+        shard: {name: tensor for name, tensor in tensors.items() if placed.get(name) == shard}
+        for shard, tensors in headers.items()
+    }
+
+
+def _shards_without_index(folder):
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(names) == 1 and not SHARD.fullmatch(names[0]):
+        return names
+    match = SHARD.fullmatch(names[0])
+    shards = [f"{match[1]}-{n + 1:05d}-of-{match[2]}.safetensors" for n in range(int(match[2]))] if match else names
+    if not match or set(names) - set(shards):
+        raise ValueError(
+            f"{folder} has no {INDEX} and {len(names)} safetensors files, so which of them make up the model is not "
+            f"known: {', '.join(names)}. Expected one file, or a set model-00001-of-00002.safetensors...; fetch the "
+            "index, or move the stray files away"
+        )
+    _check_present(folder, shards, f"{folder} has no index and the shard names ask for")
+    return shards
+
+
+def _check_present(folder, shards, who):
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise FileNotFoundError(
+            f"{who} {len(shards)} shards, but {len(missing)} of them are not there: {some}; download them"
+        )
+
+
+def _swapped(shape):
+    return shape[:1] + shape[:0:-1]
+
+
+def _slice(tensor, e):
+    size = (tensor.end - tensor.begin) // tensor.shape[0]
+    return Tensor(tensor.dtype, tensor.shape[1:], tensor.begin + e * size, tensor.begin + (e + 1) * size)
+
+
+def _fill(file, array, offset):
+    """Reads ``array.size`` bytes; pread, as threads share the file."""
+    view = memoryview(array)
+    while view:
+        try:
+            got = os.preadv(file.fileno(), [view], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, file.name) from None
+        if not got:
+            raise OSError(f"{file.name} ends at byte {offset}, {len(view)} bytes early: it was cut while in use")
+        view, offset = view[got:], offset + got
+
+
+def _runs(numbers):
+    """[1, 2, 3, 7] as "1-3, 7"."""
+    runs = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
