@@ -81,13 +81,14 @@ def doctor(root="/"):
 
 
 def same_bits():
-    """Runs one small layer on every variant this machine can run, with several thread counts, all tokens at once
-    (the path of many rows) and one by one (the path of few).
+    """Runs one small layer on every variant of this machine with several thread counts, and compares the bits.
+
+    All tokens at once take the path of many rows, one by one that of few.
 
     Returns
     -------
     dict
-        ``variants`` and ``threads`` that were compared, and ``differ``: those whose bits are not the first ones'.
+        ``variants`` and ``threads`` that were compared, and ``differ``: those whose bits are not the first run's.
     """
     from .experts import KTMoEWrapper
 

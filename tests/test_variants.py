@@ -190,6 +190,7 @@ def test_forced_variant_that_cannot_run():
     error = last_line(import_on("sapphire_rapids_without_permission", KTCY_VARIANT="amx"))
     assert "the kernel refuses permission" in error
     assert error.endswith("can run avx512_bf16, avx512_vnni, avx512, avx2")
+    assert last_line(import_on("nehalem", KTCY_VARIANT="avx2")).endswith("this machine can run none of them")
 
 
 def test_avx2_runs_where_better_ones_do_not():

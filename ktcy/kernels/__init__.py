@@ -153,6 +153,5 @@ def _forced(name):
     else:
         return load(name)
     names = ", ".join(v.name for v in VARIANTS.values() if not v.emulates)
-    raise ImportError(
-        f"KTCY_VARIANT={name} {reason}. The variants are {names}; this machine can run {', '.join(available())}"
-    )
+    here = ", ".join(available()) or "none of them"
+    raise ImportError(f"KTCY_VARIANT={name} {reason}. The variants are {names}; this machine can run {here}")
