@@ -102,7 +102,8 @@ def run(folder, *, layers=3, sizes=SIZES, batches=(1, 16, 256, 1024), threads=No
     with Checkpoint(source) as checkpoint:
         expected = {n: reference(checkpoint, n, x[:2], *(a[:2] for a in routes[max(batches)])) for n in range(layers)}
     for variant in dict.fromkeys([kernels.default().name, "avx2"]):
-        moes = [KTMoEWrapper(n, **sizes, cpuinfer_threads=threads, weight_path=packed, variant=variant) for n in range(layers)]
+        options = dict(cpuinfer_threads=threads, weight_path=packed, variant=variant)
+        moes = [KTMoEWrapper(n, **sizes, **options) for n in range(layers)]
         for moe in moes:
             moe.load_weights(prefault=True)
         pool, table = moes[0].pool, kernels.load(variant)

@@ -150,14 +150,15 @@ class KTMoEWrapper:
             raise ValueError("max_deferred_experts_per_token is not supported; leave it out or pass 0")
         if chunked_prefill_size is not None:
             integer("chunked_prefill_size", chunked_prefill_size)
-        self.threadpool_count = 1 if threadpool_count is None else integer("threadpool_count", threadpool_count, 1, 4096)
+        pools = 1 if threadpool_count is None else threadpool_count
+        self.threadpool_count = integer("threadpool_count", pools, 1, 4096)
         if numa_nodes is not None and len(numa_nodes) != self.threadpool_count:
             raise ValueError(f"numa_nodes has {len(numa_nodes)} entries for {self.threadpool_count} pools")
         self.gpu_experts_mask = _gpu_mask(num_gpu_experts, gpu_experts_mask, self.shape.num_experts)
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         if self.num_gpu_experts:
             warnings.warn(
-                f"{self.num_gpu_experts} experts were asked for on the GPU; all run on the CPU, as ktcy has no GPU here",
+                f"{self.num_gpu_experts} experts were asked for on the GPU; all run on the CPU, as there is no GPU here",
                 stacklevel=2,
             )
         self.weight_path = weight_path
@@ -240,11 +241,12 @@ class KTMoEWrapper:
             raise ValueError("no weight_path; make a folder with: python -m ktcy convert MODEL OUT --format int8")
         packed = PackedLayer.open(self.weight_path, self.layer_idx, prefault=prefault, lock=lock)
         if packed.format != self._format:
-            raise ValueError(f"{self.weight_path} holds {packed.format} weights, but method {self.method!r} was asked for")
+            raise ValueError(f"{self.weight_path} holds {packed.format} weights, but method is {self.method!r}")
         for name in ("num_experts", "hidden_size", "moe_intermediate_size"):
             found, expected = getattr(packed.shape, name), getattr(self.shape, name)
             if found != expected:
-                raise ValueError(f"layer {self.layer_idx} in {self.weight_path} has {name} {found}, expected {expected}")
+                where = f"layer {self.layer_idx} in {self.weight_path}"
+                raise ValueError(f"{where} has {name} {found}, expected {expected}")
         if self._activation is not None and self._activation != packed.activation:
             raise ValueError(f"the weights were made for {packed.activation}, but {self._activation} was asked for")
         self._moe = MoE(self._kernels.format(self._format), packed, self._pool, expert_map)
