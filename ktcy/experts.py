@@ -158,7 +158,7 @@ class KTMoEWrapper:
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         if self.num_gpu_experts:
             warnings.warn(
-                f"{self.num_gpu_experts} experts were asked for on the GPU; all run on the CPU, as there is no GPU here",
+                f"{self.num_gpu_experts} experts were asked for on the GPU; all run on the CPU, for there is no GPU",
                 stacklevel=2,
             )
         self.weight_path = weight_path
