@@ -9,6 +9,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 import oracle
 from cases import ACTIVATIONS
@@ -186,3 +187,38 @@ def views(array):
         "row by row": np.repeat(array, 2, axis=0)[::2],
         "unaligned": unaligned,
     }
+
+
+NAN = 0x7FC00000
+_FLOATS = [0.0, 1.0, 0.5, 1.5, 2.5, 1 + 2.0**-12, 87.0, 88.0, 88.5, 65504.0, 65520.0, 1e10, 2.0**31, 2.0**31 - 128,
+           2.0**-14, 2.0**-25, 2.0**-63, 2.0**-126, 2.0**-127, 2.0**-149, 3.4028235e38, 3.39e38, np.inf]
+_INTS = [0, 1, 127, 128, 255, 32767, 32768, 65535, 2**31 - 1, 2**31, 2**32 - 1, 0x7F7F7F7F, 0x80808080, 0x81818181]
+EXTREMES = [int(np.float32(sign * f).view(np.uint32)) for f in _FLOATS for sign in (1, -1)] + _INTS + [NAN]
+
+#: Sixteen 32-bit lanes: bit patterns at the limits of floats, ints and bytes, and any others.
+lanes = arrays(np.uint32, 16, elements=st.sampled_from(EXTREMES) | st.integers(0, 2**32 - 1))
+
+
+def operands(name, sizes, words, legal=True):
+    """Inputs of a vocabulary operation, uint8, made of three arrays of lanes.
+
+    With two NaN operands the payload of the result depends on the order that a compiler chose, so there is one
+    NaN. ``legal`` keeps to what the operation is documented for.
+    """
+    if name.startswith("tile_"):
+        rng = np.random.default_rng(words[0])
+        ends = rng.choice(np.array([-128, -127, 0, 127], np.int8), (2, 2048))
+        values = rng.integers(-128, 128, (2, 2048), dtype=np.int8)
+        return list(np.where(rng.random((2, 2048)) < rng.random(), ends, values).view(np.uint8))
+    words = [w.copy() for w in words]
+    if name.startswith("vf32_"):
+        for w in words:
+            w[np.isnan(w.view(np.float32))] = NAN
+    if legal and name == "vi32_store_u16":
+        words[0] &= 0xFFFF
+    if legal and name == "vi32_store_s8":
+        words[0] = words[0].astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32)
+    if legal and name == "vi32_dot_s8":
+        four = np.maximum(words[2][:1].view(np.int8), -127)
+        words[2][:2] = np.array([four.view(np.int32)[0], four.sum(dtype=np.int32)]).view(np.uint32)
+    return [w.view(np.uint8)[:size] for w, size in zip(words, sizes)]

@@ -48,6 +48,22 @@ def _blocks(name, array, rows, width):
     return address(array), array.strides[0]
 
 
+def _packed(name, array, shape, dtype):
+    """A C-contiguous array of this shape and dtype, as it is; kernels write into it or read it in place."""
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} must be C-contiguous {np.dtype(dtype)} {list(shape)}, not {array.dtype} {list(array.shape)}"
+        )
+    return array
+
+
+def _numbers(name, values, dtype, count, limit=None):
+    values = np.ascontiguousarray(values, dtype)
+    if values.shape != (count,) or (limit is not None and count and not 0 <= values.min() <= values.max() < limit):
+        raise ValueError(f"{name} must be [{count}]" + (f" in 0..{limit - 1}" if limit is not None else ""))
+    return values
+
+
 @cython.final
 cdef class Kernels:
     """The kernels of one CPU variant.
@@ -265,3 +281,119 @@ cdef class Format:
                 sums[i] = meta.sum
             self.kernels.table.end(&state)
         return out, scale, total
+
+    def gate_up(self, x, weight, scale, bias=None, activation=("swiglu", 1.0, float("inf"), 0.0), index=None,
+                tiles=False, blocks=None, out=None):
+        """Gate and up products and the activation: h = activation(x gate^T + bias, x up^T + bias).
+
+        Parameters
+        ----------
+        x : array [R, K], or what `quantize` returned
+            Rows; float rows are quantized first.
+        weight, scale : numpy.ndarray
+            uint8 [2J, bytes]: gate and up blocks alternate.
+        bias : numpy.ndarray, optional
+            float32 [2J, 16], as packed.
+        activation : tuple
+            Fields of ktcy.config.Activation.
+        index : array_like of int, optional
+            [M] rows of x to use; the default is all.
+        tiles : bool
+            Gather the rows in tiles, as for many rows.
+        blocks : (int, int), optional
+            Compute blocks j0 to j1 - 1 of 16 columns only.
+        out : numpy.ndarray, optional
+            float32 [M, 16 J]; other blocks stay as they are.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 [M, 16 J].
+        """
+        cdef kt_gemm g
+        cdef kt_thread state
+        cdef kt_activation act
+        kept = operands(self, &g, x, weight, scale, bias, index, tiles)
+        gate, act.alpha, act.limit, act.offset = activation
+        act.gate = _GATES[gate]
+        cdef int64_t j0, j1, most = len(weight) // 2
+        j0, j1 = (0, most) if blocks is None else blocks
+        if len(weight) % 2 or not 0 <= j0 <= j1 <= most:
+            raise ValueError(f"blocks {j0} to {j1} of {len(weight)} / 2")
+        if out is None:
+            out = np.empty((g.m, most * KT_BLOCK), np.float32)
+        cdef uintptr_t h = address(_packed("out", out, (g.m, most * KT_BLOCK), np.float32))
+        with nogil:
+            self.kernels.table.begin(&state)
+            self.fmt.gate_up(&g, &act, j0, j1, <float *>h, most * KT_BLOCK)
+            self.kernels.table.end(&state)
+        return out
+
+    def down(self, x, weight, scale, bias, row, route, out, index=None, tiles=False, blocks=None):
+        """The weighted down product: out[row[i]] += route[i] * (x[i] down^T + bias), in the order of i.
+
+        Parameters
+        ----------
+        x, index, tiles
+            As for `gate_up`.
+        weight, scale, bias : numpy.ndarray
+            uint8 [B, bytes] twice, float32 [B, 16] or None.
+        row, route : array_like
+            [M] int and float32: where each row is added, and its factor.
+        out : numpy.ndarray
+            float32 [T, 16 B], added to.
+        blocks : (int, int), optional
+            Compute blocks b0 to b1 - 1 of 16 columns only.
+        """
+        cdef kt_gemm g
+        cdef kt_thread state
+        kept = operands(self, &g, x, weight, scale, bias, index, tiles)
+        cdef int64_t b0, b1, most = len(weight)
+        b0, b1 = (0, most) if blocks is None else blocks
+        if not 0 <= b0 <= b1 <= most:
+            raise ValueError(f"blocks {b0} to {b1} of {most}")
+        row = _numbers("row", row, np.int32, g.m, len(out))
+        route = _numbers("route", route, np.float32, g.m)
+        cdef uintptr_t to = address(row), factor = address(route)
+        cdef uintptr_t y = address(_packed("out", out, (len(out), most * KT_BLOCK), np.float32))
+        with nogil:
+            self.kernels.table.begin(&state)
+            self.fmt.down(&g, <int32_t *>to, <float *>factor, b0, b1, <float *>y + b0 * KT_BLOCK, most * KT_BLOCK)
+            self.kernels.table.end(&state)
+
+
+cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles):
+    """Fills g; returns the arrays it points into."""
+    rows, scales, sums = x if isinstance(x, tuple) else fmt.quantize(x)
+    cdef int64_t count = len(rows), k, i, row, padded
+    k = rows.shape[1] if isinstance(x, tuple) else (x.shape[1] + KT_KPAD - 1) // KT_KPAD * KT_KPAD
+    cdef int64_t width = fmt.fmt.row_bytes(k)
+    blocks = len(weight)
+    meta = np.empty(count, [("scale", np.float32), ("sum", np.int32)])
+    meta["scale"], meta["sum"] = scales, sums
+    kept = [
+        _packed("quantized rows", rows, (count, width), np.uint8),
+        _packed("weight", weight, (blocks, fmt.fmt.weight_bytes(k)), np.uint8),
+        _packed("scale", scale, (blocks, fmt.fmt.scale_bytes(k)), np.uint8),
+        meta,
+    ]
+    g.m, g.k, g.ldx = count, k, width
+    g.x, g.meta = <void *>address(rows), <kt_meta *>address(meta)
+    g.weight, g.scale = <void *>address(weight), <void *>address(scale)
+    g.index, g.tiles, g.bias = NULL, NULL, NULL
+    if bias is not None:
+        kept.append(_packed("bias", bias, (blocks, KT_BLOCK), np.float32))
+        g.bias = <float *>address(bias)
+    if index is not None:
+        index = _numbers("index", index, np.int32, len(index), count)
+        kept.append(index)
+        g.m, g.index = len(index), <int32_t *>address(index)
+    if tiles:
+        padded = (g.m + KT_BLOCK - 1) // KT_BLOCK * KT_BLOCK
+        panel = np.empty(padded * width, np.uint8)
+        kept.append(panel)
+        g.tiles = <void *>address(panel)
+        for i in range(padded):
+            row = g.index[i] if g.index != NULL and i < g.m else i
+            fmt.fmt.tile(NULL if i >= g.m else <char *>g.x + row * width, k, i, <void *>g.tiles)
+    return kept
