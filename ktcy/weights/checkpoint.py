@@ -84,6 +84,8 @@ class Checkpoint:
     shape : LayerShape
     activation : Activation
     has_bias : bool
+    files : dict of str to file
+        The shards that hold experts, open; empty after `close`.
 
     Raises
     ------
@@ -98,7 +100,7 @@ class Checkpoint:
     def __init__(self, path):
         self.path = Path(path)
         self._local = threading.local()
-        self._files = {}
+        self.files = {}
         _check_folder(self.path)
         config_path = self.path / "config.json"
         whole = _read_json(config_path)
@@ -130,8 +132,8 @@ class Checkpoint:
         with contextlib.ExitStack() as stack:
             for layer in self._layers.values():
                 for shard, _ in layer.tensors.values():
-                    if shard not in self._files:
-                        self._files[shard] = stack.enter_context(open(self.path / shard, "rb", buffering=0))
+                    if shard not in self.files:
+                        self.files[shard] = stack.enter_context(open(self.path / shard, "rb", buffering=0))
             self._close = stack.pop_all().close
 
     def _groups(self, headers, depth):
@@ -226,7 +228,7 @@ class Checkpoint:
         OSError
             If the file cannot be read, or was cut since it was opened.
         """
-        if not self._files:
+        if not self.files:
             raise ValueError(f"the checkpoint {self.path} is closed")
         if layer not in self._layers:
             raise ValueError(f"layer {layer} of {self.path} has no experts; the layers are {_runs(self.layers)}")
@@ -274,13 +276,13 @@ class Checkpoint:
         arrays = {}
         for name, (shard, tensor) in parts.items():
             part = buffer[starts[name] : starts[name] + tensor.end - tensor.begin]
-            _fill(self._files[shard], part, tensor.begin)
+            _fill(self.files[shard], part, tensor.begin)
             arrays[name] = part.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
         return arrays
 
     def close(self):
         """Closes the files and frees the buffers. Arrays that `expert` returned stay valid."""
-        self._files = {}
+        self.files = {}
         self._local = threading.local()
         self._close()
 
