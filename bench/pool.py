@@ -34,7 +34,8 @@ def main():
     threads = 1
     while threads <= 4 * len(machine.cpus):
         with Pool(threads, machine) as pool:
-            rows = [empty(pool, RUNS), empty(pool, SLEEPS, IDLE), pool.round_trips(RUNS), pool.round_trips(SLEEPS, IDLE)]
+            rows = [empty(pool, RUNS), empty(pool, SLEEPS, IDLE)]
+            rows += [pool.round_trips(RUNS), pool.round_trips(SLEEPS, IDLE)]
         cells = [f"{np.median(row) * 1e6:.2f} ({np.percentile(row, 90) * 1e6:.2f})" for row in rows]
         print(f"{threads:7} " + " ".join(f"{cell:>18}" for cell in cells))
         threads *= 2
