@@ -41,7 +41,7 @@ def _strides(array):
 
 def _blocks(name, array, rows, width):
     """Checks a [blocks, bytes] array whose rows are contiguous, and gives its address and row stride."""
-    if array.dtype != np.uint8 or array.shape != (rows, width) or (width > 1 and array.strides[1] != 1):
+    if array.dtype != np.uint8 or array.shape != (rows, width) or (array.size and width > 1 and array.strides[1] != 1):
         raise ValueError(
             f"{name} must be uint8 [{rows}, {width}] with contiguous rows, not {array.dtype} {list(array.shape)}"
         )
@@ -263,7 +263,7 @@ cdef class Format:
         cdef int code = dtype_code(rows.dtype)
         cdef int64_t m = rows.shape[0], k = rows.shape[1], i, size = rows.itemsize, stride, unit
         stride, unit = _strides(rows)
-        if unit != 1 and k > 1:
+        if unit != 1 and k > 1 and m:
             raise ValueError("the values of a row must be contiguous")
         out = np.empty((m, self.fmt.row_bytes(k)), np.uint8)
         scale = np.empty(m, np.float32)
