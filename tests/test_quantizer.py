@@ -205,7 +205,11 @@ def test_other_dtypes_are_refused(kernels, dtype):
         pack(kernels, np.ones((16, 64), dtype))
 
 
-@given(x=strategies.matrices(), poison=st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=3), seed=strategies.seeds)
+@given(
+    x=strategies.matrices(),
+    poison=st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=3),
+    seed=strategies.seeds,
+)
 def test_activation_rows_follow_the_scheme(kernels, x, poison, seed):
     """C23 C24: also rows with NaN or inf: scale NaN, zeros, and no other row differs."""
     rng = np.random.default_rng(seed)
