@@ -91,7 +91,8 @@ def _parse(path, text, size):
                 raise ValueError(f"tensor {name} has shape {list(shape)}")
             # Types that this table does not know (of part of a byte, say) may stand in files we only pass by.
             expected = math.prod(shape) * ITEMSIZE[dtype] if dtype in ITEMSIZE else max(stop - begin, 0)
-            if begin != end or stop - begin != expected or type(stop) is not int:
+            whole = type(begin) is int and type(stop) is int
+            if begin != end or stop - begin != expected or not whole:
                 where = f"bytes {begin} to {stop}"
                 raise ValueError(f"tensor {name} ({dtype} {list(shape)}) is said to lie in {where}, not from {end} on")
             end = stop
