@@ -49,7 +49,7 @@ def reference(matrix):
     w = np.zeros((-(-n // 16) * 16, -(-k // 64) * 64), np.float32)
     w[:n, :k] = matrix
     absmax = np.abs(w).max(axis=1, keepdims=True)
-    inverse = np.divide(np.float32(127), absmax, out=np.zeros_like(absmax), where=absmax >= 2.0**-119)
+    inverse = np.divide(np.float32(127), absmax, out=np.zeros_like(absmax), where=absmax >= 2.0**-118)
     q = np.rint(w * inverse).astype(np.int8)
     lines = q.reshape(len(w) // 16, 16, -1, 4).transpose(0, 2, 1, 3)
     scale = (absmax / np.float32(127)).reshape(-1, 16)

@@ -33,6 +33,7 @@ cdef extern from "table.h" nogil:
         const void *weight
         const void *scale
         const float *bias
+        const void *next
 
     ctypedef struct kt_format:
         const char *name

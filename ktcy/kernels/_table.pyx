@@ -380,7 +380,7 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
     g.m, g.k, g.ldx = count, k, width
     g.x, g.meta = <void *>address(rows), <kt_meta *>address(meta)
     g.weight, g.scale = <void *>address(weight), <void *>address(scale)
-    g.index, g.tiles, g.bias = NULL, NULL, NULL
+    g.index, g.tiles, g.bias, g.next = NULL, NULL, NULL, NULL
     if bias is not None:
         kept.append(_packed("bias", bias, (blocks, KT_BLOCK), np.float32))
         g.bias = <float *>address(bias)

@@ -128,45 +128,40 @@ KT_INLINE vf32 int8_value(const kt_gemm *g, const int32_t *sum, int64_t block, f
     return vf32_fma(vf32_from_vi32(vi32_load(sum)), scale, bias);
 }
 
+KT_INLINE void int8_gate_up_rows(void *ctx, int64_t rows) {
+    s8_strip *s = ctx;
+    for (; rows && s->done < s->rows; rows--, s->done++) {
+        const int64_t r = s->first + s->done;
+        const float x_scale = s->g->meta[kt_row(s->g, r)].scale;
+        const vf32 gate = int8_value(s->g, s->c[s->done], s->block, x_scale);
+        const vf32 up = int8_value(s->g, s->c[s->done] + 16, s->block + 1, x_scale);
+        vf32_store(s->dst + r * s->ld + KT_BLOCK * (s->block / 2), kt_activate(s->act, gate, up));
+    }
+}
+
 static void int8_gate_up(const kt_gemm *g, const kt_activation *act, int64_t j0, int64_t j1, float *h, int64_t ldh) {
-    const int64_t block_bytes = KT_BLOCK * g->k;
-    int32_t c[KT_STRIP][32] __attribute__((aligned(64)));
-    for (int64_t j = j0; j < j1; j++) {
-        const int8_t *w = (const int8_t *)g->weight + 2 * j * block_bytes;
-        for (int64_t r = 0; r < g->m; r += KT_STRIP) {
-            const int64_t rows = g->m - r < KT_STRIP ? g->m - r : KT_STRIP;
-            s8_product(g, r, rows, w, block_bytes, w + 2 * block_bytes, c);
-            for (int64_t i = 0; i < rows; i++) {
-                const float x_scale = g->meta[kt_row(g, r + i)].scale;
-                const vf32 gate = int8_value(g, c[i], 2 * j, x_scale);
-                const vf32 up = int8_value(g, c[i] + 16, 2 * j + 1, x_scale);
-                vf32_store(h + (r + i) * ldh + KT_BLOCK * j, kt_activate(act, gate, up));
-            }
+    const s8_strip strip = {.g = g, .act = act, .dst = h, .ld = ldh};
+    s8_strips(&strip, 2 * j0, 2 * j1, int8_gate_up_rows);
+}
+
+KT_INLINE void int8_down_rows(void *ctx, int64_t rows) {
+    s8_strip *s = ctx;
+    for (; rows && s->done < s->rows; rows--, s->done++) {
+        const int64_t r = s->first + s->done;
+        const float x_scale = s->g->meta[kt_row(s->g, r)].scale;
+        const vf32 weight = vf32_set1(s->route[r]);
+        float *dst = s->dst + s->row[r] * s->ld + KT_BLOCK * s->block;
+        for (int64_t n = 0; n < s->blocks; n++) {
+            const vf32 y = int8_value(s->g, s->c[s->done] + 16 * n, s->block + n, x_scale);
+            vf32_store(dst + 16 * n, vf32_fma(y, weight, vf32_load(dst + 16 * n)));
         }
     }
 }
 
 static void int8_down(const kt_gemm *g, const int32_t *row, const float *route, int64_t b0, int64_t b1, float *out,
                       int64_t ldo) {
-    const int64_t block_bytes = KT_BLOCK * g->k;
-    int32_t c[KT_STRIP][32] __attribute__((aligned(64)));
-    for (int64_t b = b0; b < b1; b += 2) {
-        const int64_t blocks = b1 - b < 2 ? 1 : 2;
-        const int8_t *w = (const int8_t *)g->weight + b * block_bytes;
-        for (int64_t r = 0; r < g->m; r += KT_STRIP) {
-            const int64_t rows = g->m - r < KT_STRIP ? g->m - r : KT_STRIP;
-            s8_product(g, r, rows, w, blocks == 2 ? block_bytes : 0, w + 2 * block_bytes, c);
-            for (int64_t i = 0; i < rows; i++) {
-                const float x_scale = g->meta[kt_row(g, r + i)].scale;
-                float *dst = out + row[r + i] * ldo + KT_BLOCK * (b - b0);
-                const vf32 weight = vf32_set1(route[r + i]);
-                for (int64_t n = 0; n < blocks; n++) {
-                    const vf32 y = int8_value(g, c[i] + 16 * n, b + n, x_scale);
-                    vf32_store(dst + 16 * n, vf32_fma(y, weight, vf32_load(dst + 16 * n)));
-                }
-            }
-        }
-    }
+    const s8_strip strip = {.g = g, .row = row, .route = route, .dst = out - KT_BLOCK * b0, .ld = ldo};
+    s8_strips(&strip, b0, b1, int8_down_rows);
 }
 
 #endif

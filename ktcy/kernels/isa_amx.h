@@ -6,9 +6,10 @@
 #define KT_HAVE_PROBE
 #include "isa_avx512_bf16.h"
 
-/* Palette 1, eight tiles of 16 rows x 64 bytes. Source: Intel SDM volume 1, chapter 18. */
+/* Palette 1, eight tiles of 16 rows x 64 bytes. Source: Intel SDM volume 1, chapter 18.
+ * Static: gcc 12 tells the optimizer that loadconfig reads 8 bytes only, and it drops stores to the others. */
 KT_INLINE void kt_tiles_begin(void) {
-    const struct {
+    static const struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t bytes_per_row[16];
         uint8_t rows[16];
@@ -19,10 +20,13 @@ KT_INLINE void kt_tiles_begin(void) {
 KT_INLINE void kt_tiles_end(void) { _tile_release(); }
 
 /* c[r][n] = sum_k x[r][k] w[n][k] for m <= 32 rows of tiles x, two blocks w0 and w1. Four dots share four
- * tile loads; next is what the caller reads next, fetched into L2 a share each step. */
+ * tile loads; next is what the caller reads next, fetched into L2 a share each step; between does the caller's
+ * vector work, 32 rows over all steps. */
 KT_INLINE void s8_tiles(const int8_t *x, int64_t m, const int8_t *w0, const int8_t *w1, int64_t k, int32_t (*c)[32],
-                        const int8_t *next, int64_t next_lines) {
+                        const int8_t *next, int64_t next_lines, void (*between)(void *, int64_t), void *ctx) {
     const int8_t *lower = x + 16 * k;
+    const int64_t share = (32 * 64 + k - 1) / k;
+    __asm__ volatile("" : : : "memory"); /* gcc's _tile_loadd does not say that it reads memory */
     _tile_zero(0);
     _tile_zero(1);
     if (m > 16) {
@@ -39,6 +43,7 @@ KT_INLINE void s8_tiles(const int8_t *x, int64_t m, const int8_t *w0, const int8
             _tile_dpbssd(3, 5, 7);
             for (int64_t j = 0; j < next_lines; j++, next += 64)
                 _mm_prefetch((const char *)next, _MM_HINT_T1);
+            between(ctx, share);
         }
         _tile_stored(2, c[16], 128);
         _tile_stored(3, &c[16][16], 128);
@@ -51,6 +56,7 @@ KT_INLINE void s8_tiles(const int8_t *x, int64_t m, const int8_t *w0, const int8
             _tile_dpbssd(1, 4, 7);
             for (int64_t j = 0; j < next_lines; j++, next += 64)
                 _mm_prefetch((const char *)next, _MM_HINT_T1);
+            between(ctx, share);
         }
     }
     _tile_stored(0, c[0], 128);

@@ -43,12 +43,14 @@
 #ifdef KT_HAVE_TILES
 #define KT_TILE_OPS(X) \
     X(tile_dot_s8, 2048, 2048, 0, 4096, \
-      s8_tiles(a, 32, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0)) \
+      s8_tiles(a, 32, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0, op_idle, NULL)) \
     X(tile_dot_s8_half, 2048, 2048, 0, 2048, \
-      s8_tiles(a, 16, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0))
+      s8_tiles(a, 16, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0, op_idle, NULL))
 #else
 #define KT_TILE_OPS(X)
 #endif
+
+KT_INLINE void op_idle(void *ctx, int64_t rows) {}
 
 #define KT_OP_FUNCTION(name, na, nb, nc, no, body) \
     static void op_##name(const void *a, const void *b, const void *c, void *out) { body; }

@@ -12,7 +12,8 @@
  *     line k:  | n0: k k+1 k+2 k+3 | n1: ... | ... | n15: ... |
  *   16 consecutive lines are one AMX B tile; a line is one VNNI operand against 4 broadcast bytes.
  *   scale block = 16 float32. scale[n] = absmax(W[n]) / 127, q = round-half-even(W * (127 / absmax)).
- *   A row whose absmax is under KT_TINY is all zeros with scale 0: a smaller scale would be subnormal.
+ *   A row whose absmax is under KT_TINY is all zeros with scale 0: half a step then stays a normal number, and no
+ *   result depends on whether subnormals count. Unpacking saturates where 127 steps of FLT_MAX round to inf.
  *
  * Activations of the int8 core: a row of K int8 with kt_meta {scale, sum}; quantized as a weight row.
  *   A row with NaN or inf gets scale NaN and zeros, so every product of that token is NaN and no other is.
@@ -30,7 +31,7 @@
 #define KT_CAPSULE "ktcy.kernels.v1"
 #define KT_BLOCK 16
 #define KT_KPAD 64
-#define KT_TINY 0x1p-119f
+#define KT_TINY 0x1p-118f
 /* 127 * 127 * K must stay below 2^31. */
 #define KT_MAX_K 131072
 
@@ -62,6 +63,7 @@ typedef struct {
     const void *tiles;
     const void *weight, *scale;
     const float *bias; /* per packed row, or NULL */
+    const void *next;  /* weights that the same thread reads after these, fetched meanwhile; or NULL */
 } kt_gemm;
 
 typedef struct {
