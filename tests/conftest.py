@@ -2,6 +2,9 @@
 
 import os
 
+# Before numpy comes: on the oracle's many small matrices BLAS threads only hinder each other and the pool.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 
