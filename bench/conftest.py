@@ -1,9 +1,8 @@
 """Benches measure the machine's limits in the same run and report every figure as a fraction of them."""
 
-import numpy as np
 import pytest
 
-from ktcy import kernels, limits
+from ktcy import kernels
 from ktcy.runtime import topology
 from ktcy.runtime.pool import Pool
 
@@ -19,12 +18,6 @@ def pool():
     """One thread a physical core, or KTCY_THREADS."""
     with Pool(topology.default_threads(topology.read())) as pool:
         yield pool
-
-
-@pytest.fixture(scope="session")
-def stream():
-    """uint8 memory of more than twice the last-level cache, every page touched."""
-    return np.full(max(2**29, 5 * limits.cache_bytes() // 2), 1, np.uint8)
 
 
 def pytest_terminal_summary(terminalreporter):
