@@ -36,7 +36,7 @@ def as_numpy(value, name):
         tensor = value.detach()
         torch = sys.modules["torch"]
         if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         try:
             return tensor.numpy()
         except (TypeError, RuntimeError) as error:
@@ -55,7 +55,7 @@ def like(array, value):
         return array
     torch = sys.modules["torch"]
     if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 

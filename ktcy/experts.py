@@ -38,7 +38,7 @@ def _expert_map(value, num_experts):
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     array = as_numpy(value, "physical_to_logical_map")
-    if array.dtype.kind != "i":
+    if array.dtype.kind not in "iu":
         raise TypeError(f"physical_to_logical_map must hold integers, not {array.dtype}")
     if array.shape != (num_experts,):
         raise ValueError(f"physical_to_logical_map has shape {list(array.shape)}, expected [{num_experts}]")
@@ -335,7 +335,8 @@ class KTMoEWrapper:
         TypeError, ValueError
             For arrays that do not fit, and ids outside [-1, num_experts).
         """
-        if self._moe is None:
+        moe = self._moe
+        if moe is None:
             raise RuntimeError("this layer is closed" if self._closed else "call load_weights() first")
         if cuda_stream:
             raise RuntimeError("a cuda_stream was given, but these are CPU tensors and ktcy has no GPU here; pass None")
@@ -355,16 +356,18 @@ class KTMoEWrapper:
             x = np.ascontiguousarray(x)
         if out is None:
             result = np.empty(x.shape, x.dtype)
-            self._moe.forward(x, ids, weights, result)
+            moe.forward(x, ids, weights, result)
             return like(result, hidden_states)
         target = floats(out, "out", x.shape)
         if not target.flags.writeable:
             raise ValueError("out is read-only")
+        if any(stride == 0 and n > 1 for stride, n in zip(target.strides, target.shape)):
+            raise ValueError("out is a broadcast: several of its elements share memory")
         direct = _rows_contiguous(target) and not any(
             np.may_share_memory(target, array) for array in (x, ids, weights)
         )
         result = target if direct else np.empty(x.shape, target.dtype)
-        self._moe.forward(x, ids, weights, result)
+        moe.forward(x, ids, weights, result)
         if not direct:
             target[...] = result
         return out

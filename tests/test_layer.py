@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ktcy.moe
 from ktcy import KTMoEWrapper
 from ktcy.config import Activation, LayerShape
-from ktcy.runtime.pool import Pool
+from ktcy.runtime import Pool
 
 F32 = np.float32
 THREADS = (1, 2, 3, 4)
