@@ -2,7 +2,7 @@
 
 KTCY_VARIANTS  unset: every variant; "twins": also their emulated twins (tests); "native": what this
                machine runs; or names separated by commas.
-KTCY_DEBUG=1   ASan, UBSan and Cython's own checks.
+KTCY_DEBUG=1   ASan, UBSan and Cython's own checks; built in build/debug (make sanitize runs tests with it).
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ from setuptools import Extension, setup
 HERE = Path(__file__).parent
 KERNELS = Path("ktcy/kernels")
 DEBUG = os.environ.get("KTCY_DEBUG") == "1"
+BUILD = Path("build/debug" if DEBUG else "build")
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     sys.exit(f"ktcy supports Linux on x86-64; this is {sys.platform} on {platform.machine()}.")
@@ -63,11 +64,22 @@ DIRECTIVES = dict(
 )
 
 
+def flavour():
+    """A file that is new when KTCY_DEBUG is not what it was: modules built in place the other way are out of date."""
+    stamp = HERE / "build" / "flavour"
+    text = BUILD.name
+    if not stamp.exists() or stamp.read_text() != text:
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(text)
+    return str(stamp.relative_to(HERE))
+
+
 def extension(name, source, **options):
-    headers = [str(p.relative_to(HERE)) for p in (HERE / "ktcy").rglob("*.h")]
+    depends = [str(p.relative_to(HERE)) for p in (HERE / "ktcy").rglob("*.h")]
+    depends += ["setup.py", str(KERNELS / "_variants.py"), flavour()]
     options.setdefault("extra_compile_args", CFLAGS)
     include = [str(KERNELS), "ktcy/runtime", "ktcy", numpy.get_include()]
-    return Extension(name, [source], depends=headers, include_dirs=include, extra_link_args=LDFLAGS, **options)
+    return Extension(name, [source], depends=depends, include_dirs=include, extra_link_args=LDFLAGS, **options)
 
 
 def baseline():
@@ -77,7 +89,7 @@ def baseline():
 
 def kernel(variant, c_file):
     """Each variant compiles its own copy: objects of one source would collide under a parallel build."""
-    copy = HERE / "build" / "variants" / variant.name / "_kernels.c"
+    copy = HERE / BUILD / "variants" / variant.name / "_kernels.c"
     copy.parent.mkdir(parents=True, exist_ok=True)
     if not copy.exists() or copy.read_bytes() != Path(c_file).read_bytes():
         shutil.copyfile(c_file, copy)
@@ -92,8 +104,13 @@ def kernel(variant, c_file):
 
 
 if __name__ == "__main__":
-    options = dict(compiler_directives=DIRECTIVES, build_dir="build/cython", nthreads=0)
+    if "bdist_wheel" in sys.argv:
+        # A wheel takes all of build/lib*: also modules and twins that another build left there.
+        for stale in (HERE / BUILD).glob("lib*"):
+            shutil.rmtree(stale)
+    options = dict(compiler_directives=DIRECTIVES, build_dir=str(BUILD / "cython"))
     modules = cythonize(baseline(), **options)
     [shared] = cythonize([extension("ktcy.kernels._kernels", str(KERNELS / "_kernels.pyx"))], **options)
     modules += [kernel(v, shared.sources[0]) for v in chosen(variant_table())]
-    setup(ext_modules=modules, options={"build_ext": {"parallel": os.cpu_count()}})
+    parallel = len(os.sched_getaffinity(0))
+    setup(ext_modules=modules, options={"build": {"build_base": str(BUILD)}, "build_ext": {"parallel": parallel}})

@@ -1,8 +1,11 @@
 """The command line: ``python -m ktcy`` and the console script ``ktcy``. The only module that prints."""
 
 import argparse
+import contextlib
 import json
+import os
 import sys
+import tempfile
 
 from ._version import __version__
 
@@ -35,6 +38,46 @@ def convert(args):
     return 0
 
 
+HEAD = "layer tokens        ms   GB/s   GOPS  limit            reached   error"
+NOTES = """
+limit    of the two the one that allows less: to read each expert touched once at the read bandwidth, to do all
+         multiply-adds at the int8 peak; both measured just before and after with the same threads, the higher counts
+error    relative to float64 on the bf16 weights of the checkpoint, first two tokens"""
+
+
+def demo(args):
+    from . import demo
+    from .doctor import show_config
+
+    config = show_config()
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="ktcy-demo-"))
+        os.makedirs(folder, exist_ok=True)
+        if os.listdir(folder):
+            raise ValueError(f"{folder} is not empty; give a new folder")
+        sizes = "{num_experts} experts of {hidden_size} x {moe_intermediate_size}, top-{num_experts_per_tok}"
+        print(f"{config['cpu']}; layers: {args.layers}, each of {sizes.format(**demo.SIZES)}", flush=True)
+        variant = None
+        for row in demo.run(folder, layers=args.layers, threads=args.threads):
+            if row["variant"] != variant:
+                variant = row["variant"]
+                why = config["reason"] if variant == config["variant"] else "for comparison"
+                print(f"\n{variant} ({why}), {row['threads']} threads: {limit(row, 'read')}, {limit(row, 'int8')}\n{HEAD}")
+            print(
+                f"{row['layer']:5} {row['tokens']:6} {row['seconds'] * 1e3:9.2f} {row['bandwidth'] / 1e9:6.1f} "
+                f"{row['rate'] / 1e9:6.0f}  {limit(row, row['bound']):15} {row['fraction']:8.0%} {row['error']:7.2%}",
+                flush=True,
+            )
+    if variant == config["variant"]:
+        print(f"\nOne table, for {variant}: {config['reason']}.")
+    print(NOTES)
+    return 0
+
+
+def limit(row, which):
+    return f"read {row['read_bandwidth'] / 1e9:.1f} GB/s" if which == "read" else f"int8 {row['peak_int8'] / 1e9:.0f} GOPS"
+
+
 def layers(text):
     """"3:9", "3:", ":9" as a slice; "3" as one layer."""
     first, colon, end = text.partition(":")
@@ -60,6 +103,12 @@ def parser():
     p.add_argument("--threads", type=int, help="default: one for each core this process may use")
     p.add_argument("--verify", action="store_true", help="read the result again and compare checksums")
     p.set_defaults(run=convert)
+
+    p = commands.add_parser("demo", help="a made-up checkpoint: convert it, run it, hold it to float64 and the limits")
+    p.add_argument("--folder", metavar="DIR", help="new folder for the files, kept; default: a temporary one, removed")
+    p.add_argument("--layers", type=int, default=3, metavar="N", help="1.8 GB of disk each (default: 3)")
+    p.add_argument("--threads", type=int, metavar="N", help="default: one for each core this process may use")
+    p.set_defaults(run=demo)
 
     return root
 

@@ -1,17 +1,22 @@
 """The whole path on made-up weights: write a Hugging Face checkpoint, convert it, run it, hold it to float64."""
 
+import errno
 import json
+import shutil
 import statistics
 import time
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors import serialize_file
+from safetensors.numpy import save_file
+from tqdm.auto import tqdm
 
 from . import kernels, limits
+from .config import integer
 from .conversion import convert
 from .experts import KTMoEWrapper
+from .runtime import topology
 from .weights import Checkpoint
 
 # Qwen3-30B-A3B.
@@ -30,18 +35,17 @@ def write_checkpoint(folder, layers, sizes, seed=0):
     h, i, e = sizes["hidden_size"], sizes["moe_intermediate_size"], sizes["num_experts"]
     sample = (rng.standard_normal(8 * h * i, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
     weight_map, total = {}, 0
-    for layer in range(layers):
+    for layer in tqdm(range(layers), "checkpoint", unit="layer", disable=None):
         name = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         tensors = {}
         for expert in range(e):
             for projection, shape in (("gate", (i, h)), ("up", (i, h)), ("down", (h, i))):
                 start = rng.integers(0, 7 * h * i)
                 key = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
-                data = sample[start : start + h * i].tobytes()
-                tensors[key] = {"dtype": "bfloat16", "shape": list(shape), "data": data}
+                tensors[key] = sample[start : start + h * i].reshape(shape)
                 weight_map[key] = name
-                total += len(data)
-        serialize_file(tensors, str(folder / name), {"format": "pt"})
+                total += tensors[key].nbytes
+        save_file(tensors, folder / name, {"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {
@@ -77,60 +81,112 @@ def routing(rng, tokens, experts, top_k):
     return ids, (scores / scores.sum(1, keepdims=True)).astype(np.float32)
 
 
-def roofline_seconds(shape, ids, rate_bytes, rate_ops):
-    """The least time of one forward: int8 weights of the experts touched, or its multiply-adds."""
-    per_expert = 3 * shape["hidden_size"] * shape["moe_intermediate_size"]
-    return max(np.unique(ids).size * per_expert / rate_bytes, 2 * per_expert * ids.size / rate_ops)
+def expert_weights(sizes):
+    """Weights of one expert: gate, up and down."""
+    return 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"]
+
+
+def check_room(folder, layers, sizes):
+    """Raises OSError (ENOSPC) unless the checkpoint (bfloat16) and its int8 copy fit on the disk of ``folder``."""
+    needed = 3.05 * layers * sizes["num_experts"] * expert_weights(sizes)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the demo needs {needed / 1e9:.1f} GB on the disk of {folder}, {free / 1e9:.1f} GB are free; "
+            "choose fewer layers (--layers 1), or a folder on another disk (--folder DIR)",
+        )
 
 
 def run(folder, *, layers=3, sizes=SIZES, batches=(1, 16, 256, 1024), threads=None):
-    """Runs the demo in ``folder``; yields one dict a layer, variant and batch.
+    """Writes a checkpoint, converts it, and runs every layer on the best variant and on AVX2.
 
-    Returns
-    -------
-    iterator of dict
-        variant, layer, tokens, seconds (median), gbs (weight bytes a second / 1e9), fraction (of this machine's
-        roofline, measured in the same run), error (relative to float64 of the original weights, first 2 tokens).
+    Shows progress bars where standard error is a terminal.
+
+    Parameters
+    ----------
+    folder : path-like
+        An existing folder; gets ``model`` (about 1.2 GB a layer) and ``int8`` (0.6 GB).
+    layers : int
+    sizes : dict
+        num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size.
+    batches : sequence of int
+        Numbers of tokens.
+    threads : int, optional
+
+    Yields
+    ------
+    dict
+        One a variant, batch and layer. variant, threads, layer, tokens; seconds: median of the runs, each with
+        other tokens; read_bandwidth (bytes/s) and peak_int8 (operations/s): what `limits` measured on these threads
+        just before and just after, the higher; bandwidth: bytes of the experts touched a second; rate: operations a
+        second, two for each multiply-add; bound: which of the limits allows less, "read" or "int8"; fraction: of that
+        limit; error: relative to float64 on the weights of the checkpoint, of the first two tokens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For layers or threads that are no positive integers.
+    OSError
+        For a disk without enough room.
     """
+    if threads is not None:
+        topology.checked_threads(threads)
+    check_room(folder, integer("layers", layers, 1), sizes)
     source, packed = Path(folder) / "model", Path(folder) / "int8"
     write_checkpoint(source, layers, sizes)
     convert(source, packed, format="int8", threads=threads)
     rng = np.random.default_rng(1)
-    x = rng.standard_normal((max(batches), sizes["hidden_size"]), np.float32).astype(ml_dtypes.bfloat16)
-    per_expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"]
-    routes = {n: routing(rng, n, sizes["num_experts"], sizes["num_experts_per_tok"]) for n in batches}
+    tokens = max(batches)
+    x = rng.standard_normal((tokens, sizes["hidden_size"]), np.float32).astype(ml_dtypes.bfloat16)
+    ids, weights = routing(rng, tokens, sizes["num_experts"], sizes["num_experts_per_tok"])
     with Checkpoint(source) as checkpoint:
-        expected = {n: reference(checkpoint, n, x[:2], *(a[:2] for a in routes[max(batches)])) for n in range(layers)}
+        numbers = tqdm(range(layers), "float64", unit="layer", disable=None)
+        expected = [reference(checkpoint, n, x[:2], ids[:2], weights[:2]) for n in numbers]
+    weight = expert_weights(sizes)
+    memory = np.full(max(2**29, 5 * limits.cache_bytes() // 2, weight), 1, np.uint8)
     for variant in dict.fromkeys([kernels.default().name, "avx2"]):
         options = dict(cpuinfer_threads=threads, weight_path=packed, variant=variant)
         moes = [KTMoEWrapper(n, **sizes, **options) for n in range(layers)]
         for moe in moes:
             moe.load_weights(prefault=True)
-        pool, table = moes[0].pool, kernels.load(variant)
-        memory = np.concatenate([moe.packed.gate_up_weight.reshape(-1) for moe in moes])
-        rate_bytes = limits.read_bandwidth(table, pool, memory, per_expert)
-        rate_ops = limits.peak_int8(table, pool)
-        del memory
+        table, pool = kernels.load(variant), moes[0].pool
+
+        def measured():
+            return limits.read_bandwidth(table, pool, memory, weight), limits.peak_int8(table, pool)
+
+        after = measured()
         for n in batches:
-            ids, weights = routes[n]
-            repeats = max(1, min(20, 64 // n))
-            seconds = {layer: [] for layer in range(layers)}
-            for _ in range(repeats):
+            before, runs, first = after, {}, {}
+            for start in range(0, tokens - n + 1, n)[:20]:
+                part = slice(start, start + n)
+                touched = np.unique(ids[part]).size * weight
                 for layer, moe in enumerate(moes):
-                    start = time.perf_counter()
-                    moe.forward(x[:n], ids, weights)
-                    seconds[layer].append(time.perf_counter() - start)
-            for layer, moe in enumerate(moes):
-                median = statistics.median(seconds[layer])
-                ids2, weights2 = (a[:2] for a in routes[max(batches)])
-                got = moe.forward(x[:2].astype(np.float32), ids2, weights2)
-                error = np.linalg.norm(got - expected[layer]) / np.linalg.norm(expected[layer])
+                    begin = time.perf_counter()
+                    y = moe.forward(x[part], ids[part], weights[part])
+                    runs.setdefault(layer, []).append((time.perf_counter() - begin, touched))
+                    first.setdefault(layer, y[:2].astype(np.float64))
+            after = measured()
+            read, peak = map(max, before, after)
+            operations = 2 * n * ids.shape[1] * weight
+            for layer, got in first.items():
+                seconds, touched = statistics.median_low(runs[layer])
+                least = {"read": touched / read, "int8": operations / peak}
+                bound = max(least, key=least.get)
+                right = expected[layer][: len(got)]
                 yield dict(
                     variant=variant,
+                    threads=pool.threads,
                     layer=layer,
                     tokens=n,
-                    seconds=median,
-                    gbs=np.unique(ids).size * per_expert / median / 1e9,
-                    fraction=roofline_seconds(sizes, ids, rate_bytes, rate_ops) / median,
-                    error=float(error),
+                    seconds=seconds,
+                    bandwidth=touched / seconds,
+                    rate=operations / seconds,
+                    read_bandwidth=read,
+                    peak_int8=peak,
+                    bound=bound,
+                    fraction=least[bound] / seconds,
+                    error=float(np.linalg.norm(got - right) / np.linalg.norm(right)),
                 )
+        for moe in moes:
+            moe.close()
