@@ -62,7 +62,8 @@ def demo(args):
             if row["variant"] != variant:
                 variant = row["variant"]
                 why = config["reason"] if variant == config["variant"] else "for comparison"
-                print(f"\n{variant} ({why}), {row['threads']} threads: {limit(row, 'read')}, {limit(row, 'int8')}\n{HEAD}")
+                print(f"\n{variant} ({why}), {row['threads']} threads: {limit(row, 'read')}, {limit(row, 'int8')}")
+                print(HEAD)
             print(
                 f"{row['layer']:5} {row['tokens']:6} {row['seconds'] * 1e3:9.2f} {row['bandwidth'] / 1e9:6.1f} "
                 f"{row['rate'] / 1e9:6.0f}  {limit(row, row['bound']):15} {row['fraction']:8.0%} {row['error']:7.2%}",
@@ -75,7 +76,9 @@ def demo(args):
 
 
 def limit(row, which):
-    return f"read {row['read_bandwidth'] / 1e9:.1f} GB/s" if which == "read" else f"int8 {row['peak_int8'] / 1e9:.0f} GOPS"
+    if which == "read":
+        return f"read {row['read_bandwidth'] / 1e9:.1f} GB/s"
+    return f"int8 {row['peak_int8'] / 1e9:.0f} GOPS"
 
 
 def layers(text):
