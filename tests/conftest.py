@@ -2,8 +2,8 @@
 
 import os
 
-# Before numpy comes: on the oracle's many small matrices BLAS threads only hinder each other and the pool.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Before numpy and torch come: on many small matrices their threads only hinder each other and the pool.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

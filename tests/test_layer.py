@@ -92,7 +92,7 @@ def loaded_batch(name, pool):
 # Against float64
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=strategies.layers(), threads=st.sampled_from(THREADS))
 def test_any_layer_is_within_the_bound(kernels, pools, case, threads):
     """C13 C20 C21 C24 C26: any sizes, values, dtypes, activation and routing; AVX2 gives the same bits."""
