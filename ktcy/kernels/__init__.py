@@ -13,6 +13,11 @@ import sys
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     raise ImportError(f"ktcy supports Linux on x86-64; this is {sys.platform} on {platform.machine()}.")
+if importlib.util.find_spec(f"{__name__}._cpuid") is None:
+    raise ImportError(
+        f"ktcy in {os.path.dirname(__path__[0])} is not built for Python {platform.python_version()}: run "
+        "`pip install -e .` beside it, or, if ktcy is installed elsewhere, start Python in another folder"
+    )
 
 from . import _cpuid
 from ._table import Kernels
