@@ -6,6 +6,7 @@ operating system and the kernel allow all of its instructions. The choice is mad
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import platform
@@ -13,7 +14,7 @@ import sys
 
 if sys.platform != "linux" or platform.machine() != "x86_64":
     raise ImportError(f"ktcy supports Linux on x86-64; this is {sys.platform} on {platform.machine()}.")
-if importlib.util.find_spec(f"{__name__}._cpuid") is None:
+if importlib.machinery.PathFinder.find_spec(f"{__name__}._cpuid", __path__) is None:
     raise ImportError(
         f"ktcy in {os.path.dirname(__path__[0])} is not built for Python {platform.python_version()}: run "
         "`pip install -e .` beside it, or, if ktcy is installed elsewhere, start Python in another folder"
