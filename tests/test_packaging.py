@@ -237,6 +237,13 @@ def test_links_lead_somewhere(name):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_every_case_has_a_test_or_a_reason():
+    """Of the cases of install, CPU detection, shapes, numbers, checkpoints (1 to 38) and messages (66, 67)."""
+    pages = [*(ROOT / "tests").glob("*.py"), ROOT / "docs" / "FAQ.md"]
+    named = {int(n) for page in pages for n in re.findall(r"\bC(\d\d)\b", page.read_text())}
+    assert {*range(1, 39), 66, 67} - named == set()
+
+
 def test_ci_runs_the_command_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text()
     assert "\nmake test\n" in script and "set -euo pipefail" in script
