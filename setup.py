@@ -57,7 +57,7 @@ if DEBUG:
 DIRECTIVES = dict(
     language_level=3,
     embedsignature=True,
-    cdivision=not DEBUG,
+    cdivision=False,
     boundscheck=DEBUG,
     wraparound=False,
     initializedcheck=DEBUG,
@@ -108,9 +108,10 @@ if __name__ == "__main__":
         # A wheel takes all of build/lib*: also modules and twins that another build left there.
         for stale in (HERE / BUILD).glob("lib*"):
             shutil.rmtree(stale)
+    variants = chosen(variant_table())
     options = dict(compiler_directives=DIRECTIVES, build_dir=str(BUILD / "cython"))
     modules = cythonize(baseline(), **options)
     [shared] = cythonize([extension("ktcy.kernels._kernels", str(KERNELS / "_kernels.pyx"))], **options)
-    modules += [kernel(v, shared.sources[0]) for v in chosen(variant_table())]
+    modules += [kernel(v, shared.sources[0]) for v in variants]
     parallel = len(os.sched_getaffinity(0))
     setup(ext_modules=modules, options={"build": {"build_base": str(BUILD)}, "build_ext": {"parallel": parallel}})

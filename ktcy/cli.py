@@ -42,6 +42,7 @@ HEAD = "layer tokens        ms   GB/s   GOPS  limit            reached   error"
 NOTES = """
 limit    of the two the one that allows less: to read each expert touched once at the read bandwidth, to do all
          multiply-adds at the int8 peak; both measured just before and after with the same threads, the higher counts
+         (more than 100 % reached: the machine was busy with other work while they were measured)
 error    relative to float64 on the bf16 weights of the checkpoint, first two tokens"""
 
 
