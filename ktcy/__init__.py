@@ -14,8 +14,11 @@ __cpu_variant__ = kernels.default().name
 # public name -> the module it comes from
 _LAZY = {
     "Activation": "config",
+    "CPUInfer": "runtime.queue",
     "Checkpoint": "weights",
     "KTMoEWrapper": "experts",
+    "Trace": "trace",
+    "WorkerPoolConfig": "runtime.queue",
     "convert": "conversion",
     "show_config": "doctor",
 }

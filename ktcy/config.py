@@ -99,8 +99,8 @@ class LayerShape:
 
     def __post_init__(self):
         for name, limit in (
-            ("num_experts", 1 << 20),
-            ("num_experts_per_tok", 1 << 20),
+            ("num_experts", 1 << 16),
+            ("num_experts_per_tok", 1 << 16),
             ("hidden_size", MAX_K),
             ("moe_intermediate_size", MAX_K),
         ):

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import kernels
 from ._version import __version__
-from .runtime import Pool, default_threads, topology
+from .runtime import default_threads, memory_report, topology
 
 
 class Report(dict):
@@ -20,6 +20,10 @@ class Report(dict):
 
     def __repr__(self):
         return "\n".join(_table(self))
+
+
+# By memory_report()["placement_enforced"].
+PLACEMENT = {True: "enforced", False: "refused by the system: first touch decides", None: "not asked for"}
 
 
 def show_config(root="/"):
@@ -34,7 +38,8 @@ def show_config(root="/"):
     -------
     dict
         Versions; ``variant`` and ``reason``; ``variants``: for each, whether it can run and what is missing;
-        ``formats``: what each weight format uses; ``topology``. Its repr is a table.
+        ``formats``: what each weight format uses; ``topology``; ``numa_placement``: whether memory of this process's
+        pools lies on the nodes they asked for. Its repr is a table.
     """
     chosen = kernels.default()
     forced = os.environ.get("KTCY_VARIANT") == chosen.name
@@ -50,6 +55,7 @@ def show_config(root="/"):
         variants={v.name: _availability(v.name) for v in reversed(kernels.VARIANTS.values()) if not v.emulates},
         formats={f.name: {"layout": f.layout, "variant": chosen.name, "tiles_above_rows": f.few_rows} for f in formats},
         topology=_topology(topology.read(root)),
+        numa_placement=PLACEMENT[memory_report()["placement_enforced"]],
     )
 
 
@@ -91,6 +97,7 @@ def same_bits():
         ``variants`` and ``threads`` that were compared, and ``differ``: those whose bits are not the first run's.
     """
     from .experts import KTMoEWrapper
+    from .runtime.queue import CPUInfer
 
     rng = np.random.default_rng(0)
     tokens, experts, top_k, hidden, inter = 70, 6, 3, 160, 112
@@ -103,11 +110,12 @@ def same_bits():
     most = default_threads(topology.read())
     counts = sorted({1, min(2, most), most})
     names = kernels.available()
+    sizes = (experts, top_k, hidden, inter)
     first, differ = None, []
     for count in counts:
-        with Pool(count) as pool:
+        with CPUInfer(count) as infer:
             for name in names:
-                with KTMoEWrapper(0, experts, top_k, hidden, inter, method="int8", variant=name, pool=pool) as layer:
+                with KTMoEWrapper(0, *sizes, method="int8", variant=name, cpu_infer=infer) as layer:
                     layer.load_weights_from_tensors(gate, up, down)
                     whole = layer.forward(x, ids, weights)
                     singly = [layer.forward(x[[t]], ids[[t]], weights[[t]]) for t in range(tokens)]

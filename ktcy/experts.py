@@ -1,34 +1,20 @@
 """`KTMoEWrapper`: the routed experts of one Mixture-of-Experts layer, computed on the CPU."""
 
-import logging
-import os
-import threading
 import warnings
+from collections import deque
 
 import numpy as np
 
 from . import kernels
-from .arrays import as_numpy, floats, like
+from .arrays import as_numpy, floats, is_torch, like
+from .buffers import Buffers
 from .config import Activation, LayerShape, format_of, integer
 from .moe import MoE
 from .runtime import topology
-from .runtime.pool import Pool
+from .runtime.queue import CPUInfer, WorkerPoolConfig, shared
 from .weights.packed import PackedLayer
 
-logger = logging.getLogger(__name__)
-
-_pools = {}
-_pools_lock = threading.Lock()
-
-
-def _shared_pool(threads):
-    """The process's pool of so many threads; a forked child gets its own."""
-    key = (os.getpid(), threads)
-    with _pools_lock:
-        pool = _pools.get(key)
-        if pool is None or pool.closed:
-            pool = _pools[key] = Pool(threads)
-        return pool
+_buffers = Buffers()
 
 
 def _expert_map(value, num_experts):
@@ -80,7 +66,8 @@ class KTMoEWrapper:
     cpuinfer_threads : int, optional
         Threads; default: one a physical core that this process may use (`KTCY_THREADS` overrides).
     threadpool_count : int, optional
-        Pools of threads; results do not depend on it.
+        Pools of threads, one a NUMA node; each owns a part of every expert, in its node's memory. Results do not
+        depend on it.
     weight_path : str or path, optional
         Folder made by ``python -m ktcy convert``.
     method : str
@@ -92,15 +79,15 @@ class KTMoEWrapper:
     cpu_save : bool
         `load_weights_from_tensors` also writes the layer to ``weight_path``.
     numa_nodes : list of int, optional
-        NUMA node of each pool.
+        NUMA node of each pool; default: the first nodes, or parts of the machine where it has fewer.
     swiglu_limit, swiglu_alpha : float
         Clamp and slope of the activation (kt-kernel's names); ``swiglu_alpha > 0`` means ``swigluoai``.
     activation : str or Activation, optional
         ``silu``, ``swigluoai``, ``gelu`` or ``gelu_tanh``; default: what the weights say, else ``silu``.
     variant : str, optional
         CPU variant; default: the best one here.
-    pool : Pool, optional
-        Threads to use instead of the process's shared ones.
+    cpu_infer : CPUInfer, optional
+        Threads and queue to use instead of the process's shared ones of ``cpuinfer_threads`` and ``threadpool_count``.
 
     Raises
     ------
@@ -136,7 +123,7 @@ class KTMoEWrapper:
         swiglu_alpha=0.0,
         activation=None,
         variant=None,
-        pool=None,
+        cpu_infer=None,
     ):
         self._moe = None
         self._closed = False
@@ -169,13 +156,21 @@ class KTMoEWrapper:
             activation = Activation.named(activation, swiglu_alpha, swiglu_limit)
         self._activation = activation
         self._kernels = kernels.load(variant) if variant else kernels.default()
-        if pool is None:
+        if cpu_infer is None:
             if cpuinfer_threads is None:
-                threads = topology.default_threads(topology.read())
+                threads = max(topology.default_threads(topology.read()), self.threadpool_count)
             else:
                 threads = integer("cpuinfer_threads", cpuinfer_threads, 1, 4096)
-            pool = _shared_pool(threads)
-        self._pool = pool
+            if threads < self.threadpool_count:
+                raise ValueError(f"{self.threadpool_count} pools need as many threads; cpuinfer_threads is {threads}")
+            pools = self.threadpool_count
+            counts = [threads // pools + (i < threads % pools) for i in range(pools)]
+            cpu_infer = shared(WorkerPoolConfig(pools, numa_nodes, counts))
+        elif not isinstance(cpu_infer, CPUInfer):
+            raise TypeError(f"cpu_infer must be a CPUInfer, not {type(cpu_infer).__name__}")
+        self.cpu_infer = cpu_infer
+        self._pool = cpu_infer.pool
+        self._submitted = deque()
 
     num_experts = property(lambda self: self.shape.num_experts)
     num_experts_per_tok = property(lambda self: self.shape.num_experts_per_tok)
@@ -335,25 +330,8 @@ class KTMoEWrapper:
         TypeError, ValueError
             For arrays that do not fit, and ids outside [-1, num_experts).
         """
-        moe = self._moe
-        if moe is None:
-            raise RuntimeError("this layer is closed" if self._closed else "call load_weights() first")
-        if cuda_stream:
-            raise RuntimeError("a cuda_stream was given, but these are CPU tensors and ktcy has no GPU here; pass None")
-        x = floats(hidden_states, "hidden_states", (None, self.hidden_size))
-        ids = as_numpy(topk_ids, "topk_ids")
-        if ids.dtype not in (np.int64, np.int32):
-            raise TypeError(f"topk_ids is {ids.dtype}; int32 and int64 are supported")
-        weights = as_numpy(topk_weights, "topk_weights")
-        if weights.dtype.kind not in "fV":
-            raise TypeError(f"topk_weights is {weights.dtype}; a float type is needed")
-        expected = (x.shape[0], self.num_experts_per_tok)
-        for name, array in (("topk_ids", ids), ("topk_weights", weights)):
-            if array.shape != expected:
-                raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
-        weights = weights.astype(np.float32, copy=False)
-        if not _rows_contiguous(x):
-            x = np.ascontiguousarray(x)
+        moe = self._loaded(cuda_stream)
+        x, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
         if out is None:
             result = np.empty(x.shape, x.dtype)
             moe.forward(x, ids, weights, result)
@@ -374,9 +352,98 @@ class KTMoEWrapper:
 
     __call__ = forward
 
+    def submit_forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None):
+        """Queues a forward and returns at once; `sync_forward` gives its result.
+
+        The arrays are copied, so they are the caller's again at once. Several forwards may be in flight, of this and
+        of other layers; they run in the order of submission. Arguments and errors as of `forward`.
+        """
+        moe = self._loaded(cuda_stream)
+        x, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
+        slot = _buffers.take(*x.shape, ids.shape[1], x.dtype)
+        for target, source in zip(slot, (x, ids, weights)):
+            target[...] = source
+        task = moe.task(*slot, keep=True)
+        kind = hidden_states if is_torch(hidden_states) else None
+        self._submitted.append((self.cpu_infer.submit(task), task, slot, kind))
+
+    def sync_forward(self, hidden_states=None, cuda_stream=None):
+        """The result of this layer's oldest submitted forward, when it is over.
+
+        Parameters
+        ----------
+        hidden_states, cuda_stream
+            For kt-kernel's callers; not needed.
+
+        Returns
+        -------
+        array [T, H]
+            Of the kind and dtype that were submitted. It is a shared buffer: intact while the next forward of its
+            size is submitted and run, written again by the one after that. Copy it to keep it.
+
+        Raises
+        ------
+        RuntimeError
+            When nothing was submitted, or after `close`.
+        ValueError
+            For ids outside [-1, num_experts) in what was submitted.
+        KeyboardInterrupt
+            On Ctrl-C; the forward goes on, and its result can be asked for again.
+        """
+        self._loaded(cuda_stream)
+        if not self._submitted:
+            raise RuntimeError("no forward was submitted to this layer; call submit_forward first")
+        ticket, task, slot, kind = self._submitted[0]
+        self.cpu_infer.wait(ticket)
+        self._submitted.popleft()
+        _buffers.give(slot)
+        return like(task.result(), kind)
+
+    @staticmethod
+    def set_capture_batch_sizes(sizes):
+        """Token counts whose buffers are kept for ever, instead of only while they are the last used."""
+        _buffers.set_capture(sizes)
+
+    @staticmethod
+    def get_capture_batch_sizes():
+        """The token counts of `set_capture_batch_sizes`, ascending."""
+        return _buffers.capture()
+
+    @staticmethod
+    def clear_buffer_cache():
+        """Drops the buffers of submitted forwards that nobody uses now."""
+        _buffers.clear()
+
+    def _loaded(self, cuda_stream):
+        moe = self._moe
+        if moe is None:
+            raise RuntimeError("this layer is closed" if self._closed else "call load_weights() first")
+        if cuda_stream:
+            raise RuntimeError("a cuda_stream was given, but these are CPU tensors and ktcy has no GPU here; pass None")
+        return moe
+
+    def _inputs(self, hidden_states, topk_ids, topk_weights):
+        """The three arrays as MoE takes them: checked, hidden states with contiguous rows, weights float32."""
+        x = floats(hidden_states, "hidden_states", (None, self.hidden_size))
+        ids = as_numpy(topk_ids, "topk_ids")
+        if ids.dtype not in (np.int64, np.int32):
+            raise TypeError(f"topk_ids is {ids.dtype}; int32 and int64 are supported")
+        weights = as_numpy(topk_weights, "topk_weights")
+        if weights.dtype.kind not in "fV":
+            raise TypeError(f"topk_weights is {weights.dtype}; a float type is needed")
+        expected = (x.shape[0], self.num_experts_per_tok)
+        for name, array in (("topk_ids", ids), ("topk_weights", weights)):
+            if array.shape != expected:
+                raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
+        weights = weights.astype(np.float32, copy=False)
+        if not _rows_contiguous(x):
+            x = np.ascontiguousarray(x)
+        return x, ids, weights
+
     def close(self):
         """Lets go of the weights; closing twice is fine. The shared threads stay for other layers."""
         self._moe = None
+        self._submitted.clear()
         self._closed = True
 
     def __enter__(self):

@@ -3,15 +3,21 @@
 cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from ktcy.kernels._table cimport (
-    KT_GELU, KT_GELU_TANH, KT_SWIGLU, Format, dtype_code, kt_activation, kt_dtype, kt_format, kt_kernels,
+    KT_BLOCK, KT_GELU, KT_GELU_TANH, KT_SWIGLU, Format, dtype_code, kt_activation, kt_dtype, kt_format, kt_kernels,
 )
-from ktcy.runtime.pool cimport Pool, kt_pool, kt_pool_lock, kt_pool_scratch, kt_pool_unlock
+from ktcy.runtime.pool cimport (
+    Pool, kt_group_alloc, kt_group_free, kt_pool, kt_pool_lock, kt_pool_run_groups_locked, kt_pool_unlock,
+)
+from ktcy.runtime.queue cimport Task
 
 import numpy as np
+
+from .runtime import memory
+from .trace import active
 
 cnp.import_array()
 
@@ -22,13 +28,17 @@ cdef extern from "plan.h" nogil:
         const void *scale
         const float *bias
 
+    ctypedef struct kt_slice:
+        const kt_matrix *gate_up
+        const kt_matrix *down
+        int64_t pair, pairs, block, blocks
+
     ctypedef struct kt_layer:
         const kt_kernels *kernels
         const kt_format *format
         kt_activation activation
-        int64_t experts, hidden, inter
-        const kt_matrix *gate_up
-        const kt_matrix *down
+        int64_t experts, hidden, inter, groups
+        const kt_slice *slices
 
     ctypedef struct kt_batch:
         int64_t tokens, top_k
@@ -40,20 +50,44 @@ cdef extern from "plan.h" nogil:
         kt_dtype x_dtype, out_dtype
         bint ids_64
 
+    ctypedef struct kt_times:
+        int64_t started
+        int64_t *ended
+
+    ctypedef struct kt_job:
+        const kt_layer *layer
+        kt_pool *pool
+        kt_batch batch
+        int64_t chunk
+        kt_times times
+        int64_t status
+
+    ctypedef struct kt_copy:
+        char *to
+        const char *from_ "from"
+        size_t bytes
+
     ctypedef struct kt_plan:
         pass
 
+    int64_t KT_NO_MEMORY, KT_N_PHASES, KT_DOWN_BLOCKS
+    const char *kt_phase_names[]
     size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, int threads, char *base)
-    int64_t kt_forward(kt_plan *p, kt_pool *pool, int threads)
+    int64_t kt_job_check(const kt_job *job)
+    int64_t kt_job_pass(kt_job *job, int64_t start)
+    int64_t kt_job_run(void *ctx)
+    int64_t kt_job_keep(void *ctx)
+    void kt_task_copy(void *ctx, int group, int64_t i, int thread)
 
 
-# Tokens of one pass: bounds the scratch memory; a longer input runs as several passes with the same bits.
+#: Tokens of one pass: bounds the scratch memory; a longer input runs as several passes with the same bits.
 CHUNK = 4096
 
 _GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
 
 
 @cython.final
+@cython.no_gc_clear
 cdef class MoE:
     """One Mixture-of-Experts layer on packed weights.
 
@@ -67,25 +101,32 @@ cdef class MoE:
         Threads and scratch memory, shared with other layers.
     expert_map : sequence of int
         Expert id of a token -> expert in ``layer``.
+    local : bool, optional
+        Each group of threads copies its slice of the weights to its own node's memory; by default if the groups
+        lie on several nodes. The slices together are one copy.
+
+    Raises
+    ------
+    MemoryError
+        When the copy does not fit what is available; with figures.
     """
 
     cdef kt_layer layer
+    cdef list copies
+    cdef kt_slice *slices
     cdef kt_matrix *matrices
     cdef readonly Format format
     cdef readonly Pool pool
     cdef readonly object packed
 
-    def __cinit__(self):
-        self.matrices = NULL
-
-    def __init__(self, Format fmt, packed, Pool pool, expert_map):
-        cdef int64_t e, experts = len(expert_map), source
-        cdef kt_matrix *matrix
+    def __init__(self, Format fmt, packed, Pool pool, expert_map, local=None):
+        cdef int64_t experts = len(expert_map), groups = pool.groups, g
         self.format = fmt
         self.pool = pool
         self.packed = packed
-        self.matrices = <kt_matrix *>calloc(2 * experts, sizeof(kt_matrix))
-        if self.matrices == NULL:
+        self.slices = <kt_slice *>calloc(groups, sizeof(kt_slice))
+        self.matrices = <kt_matrix *>calloc(2 * groups * experts, sizeof(kt_matrix))
+        if self.slices == NULL or self.matrices == NULL:
             raise MemoryError(f"pointers of {experts} experts")
         self.layer.kernels = fmt.kernels.table
         self.layer.format = fmt.fmt
@@ -97,27 +138,133 @@ cdef class MoE:
         self.layer.experts = experts
         self.layer.hidden = packed.shape.hidden_size
         self.layer.inter = packed.shape.moe_intermediate_size
-        self.layer.gate_up = self.matrices
-        self.layer.down = self.matrices + experts
-        for e in range(experts):
-            source = expert_map[e]
-            for i, name in enumerate(("gate_up", "down")):
-                matrix = &self.matrices[i * experts + e]
-                matrix.weight = cnp.PyArray_DATA(getattr(packed, name + "_weight")[source])
-                matrix.scale = cnp.PyArray_DATA(getattr(packed, name + "_scale")[source])
-                bias = getattr(packed, name + "_bias")
-                matrix.bias = <const float *>cnp.PyArray_DATA(bias[source]) if bias is not None else NULL
+        self.layer.groups = groups
+        self.layer.slices = self.slices
+        pairs = _shares((self.layer.inter + KT_BLOCK - 1) // KT_BLOCK, 1, pool.group_threads)
+        blocks = _shares((self.layer.hidden + KT_BLOCK - 1) // KT_BLOCK, KT_DOWN_BLOCKS, pool.group_threads)
+        for g in range(groups):
+            slice = &self.slices[g]
+            slice.pair, slice.pairs = pairs[g], pairs[g + 1] - pairs[g]
+            slice.block, slice.blocks = blocks[g], blocks[g + 1] - blocks[g]
+            slice.gate_up = self.matrices + 2 * g * experts
+            slice.down = slice.gate_up + experts
+            for e in range(experts):
+                self.point(<kt_matrix *>&slice.gate_up[e], "gate_up", expert_map[e], 2 * slice.pair)
+                self.point(<kt_matrix *>&slice.down[e], "down", expert_map[e], slice.block)
+        self.copies = []
+        if local or (local is None and len(set(pool.group_nodes) - {None}) > 1):
+            self.localize(expert_map)
+
+    cdef point(self, kt_matrix *matrix, part, source, block):
+        """Where ``part`` of the stored expert ``source`` begins for a group that owns blocks from ``block``."""
+        weight, scale, bias = (self.packed.tensors.get(f"{part}.{kind}") for kind in ("weight", "scale", "bias"))
+        if block < weight.shape[1]:
+            matrix.weight = cnp.PyArray_DATA(weight[source, block])
+            matrix.scale = cnp.PyArray_DATA(scale[source, block])
+            if bias is not None:
+                matrix.bias = <const float *>cnp.PyArray_DATA(bias[source, block])
+
+    cdef localize(self, expert_map):
+        """Moves every group's weights to its node; scales and biases, under a percent, stay."""
+        cdef int64_t g, e, at, experts = self.layer.experts
+        cdef int64_t width[2]
+        cdef kt_slice *slice
+        cdef kt_matrix *matrix
+        cdef kt_copy *copy
+        cdef char *base
+        cdef int64_t stored = len(set(expert_map)), groups = self.layer.groups
+        memory.require(stored * self.packed.tensors["gate_up.weight"][0].nbytes +
+                       stored * self.packed.tensors["down.weight"][0].nbytes, f"layer {self.packed.layer}")
+        cdef kt_copy **lists
+        lists = <kt_copy **>calloc(groups, sizeof(kt_copy *))
+        counts = np.zeros(groups, np.int64)
+        cdef int64_t[::1] tasks = counts
+        try:
+            for g in range(groups):
+                slice = &self.slices[g]
+                width[0] = 2 * slice.pairs * self.layer.format.weight_bytes(self.layer.hidden)
+                width[1] = slice.blocks * self.layer.format.weight_bytes(self.layer.inter)
+                base = <char *>kt_group_alloc(self.pool.p, g, stored * (width[0] + width[1]))
+                lists[g] = <kt_copy *>calloc(2 * stored, sizeof(kt_copy))
+                if base == NULL or lists[g] == NULL:
+                    raise MemoryError(f"no memory on the node of group {g} for its part of layer {self.packed.layer}")
+                self.copies.append((g, <uintptr_t>base, stored * (width[0] + width[1])))
+                at, places = 0, {}
+                for e in range(experts):
+                    for i in range(2):
+                        matrix = <kt_matrix *>(&slice.gate_up[e] if i == 0 else &slice.down[e])
+                        if width[i] == 0:
+                            continue
+                        place = places.get((expert_map[e], i))
+                        if place is None:
+                            place = places[expert_map[e], i] = at
+                            copy = &lists[g][tasks[g]]
+                            copy.to, copy.from_, copy.bytes = base + at, <const char *>matrix.weight, width[i]
+                            tasks[g] += 1
+                            at += width[i]
+                        matrix.weight = base + <int64_t>place
+            with nogil:
+                kt_pool_lock(self.pool.p)
+                kt_pool_run_groups_locked(self.pool.p, kt_task_copy, lists, &tasks[0])
+                kt_pool_unlock(self.pool.p)
+        finally:
+            for g in range(groups):
+                free(lists[g])
+            free(lists)
 
     def __dealloc__(self):
+        for group, base, size in self.copies or ():
+            kt_group_free(self.pool.p, group, <void *><uintptr_t>base, size)
         free(self.matrices)
+        free(self.slices)
 
     def scratch_bytes(self, int64_t tokens, int64_t top_k):
         """Bytes of scratch memory that a forward of so many tokens needs."""
         cdef kt_plan plan
         cdef kt_batch batch
-        batch.tokens = min(tokens, CHUNK)
+        batch.tokens = min(tokens, <int64_t>CHUNK)
         batch.top_k = top_k
         return kt_plan_scratch(&plan, &self.layer, &batch, self.pool.threads, NULL)
+
+    cdef kt_job job(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
+        cdef kt_job job
+        job.layer = &self.layer
+        job.pool = self.pool.p
+        job.chunk = CHUNK
+        job.batch.tokens = x.shape[0]
+        job.batch.top_k = ids.shape[1]
+        job.batch.x = <const char *>cnp.PyArray_DATA(x)
+        job.batch.ids = <const char *>cnp.PyArray_DATA(ids)
+        job.batch.weights = <const char *>cnp.PyArray_DATA(weights)
+        job.batch.out = <char *>cnp.PyArray_DATA(out)
+        job.batch.x_stride = x.strides[0]
+        job.batch.ids_stride = ids.strides[0]
+        job.batch.ids_step = ids.strides[1]
+        job.batch.weights_stride = weights.strides[0]
+        job.batch.weights_step = weights.strides[1]
+        job.batch.out_stride = out.strides[0]
+        job.batch.x_dtype = <kt_dtype>dtype_code(x.dtype)
+        job.batch.out_dtype = <kt_dtype>dtype_code(out.dtype)
+        job.batch.ids_64 = ids.itemsize == 8
+        return job
+
+    cdef error(self, int64_t status, ids):
+        """The exception that the status of a forward means."""
+        if status == KT_NO_MEMORY:
+            need = self.scratch_bytes(len(ids), ids.shape[1]) / 2**20
+            return MemoryError(f"no {need:.0f} MiB of scratch memory for {len(ids)} tokens")
+        token, slot = divmod(status - 1, ids.shape[1])
+        return ValueError(
+            f"topk_ids[{token}, {slot}] is {ids[token, slot]}; ids run from 0 to {self.layer.experts - 1}, "
+            "and -1 means no expert"
+        )
+
+    cdef record(self, trace, const kt_job *job, tokens):
+        phases, before = {}, job.times.started
+        for i in range(KT_N_PHASES):
+            phases[kt_phase_names[i].decode()] = (job.times.ended[i] - before) * 1e-9
+            before = job.times.ended[i]
+        trace.add(self.packed.layer, tokens, job.times.started * 1e-9, phases)
 
     def forward(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
         """Computes ``out`` from checked arrays.
@@ -139,48 +286,75 @@ cdef class MoE:
             For an id outside [-1, experts); names token and place.
         MemoryError
             When there is no memory for the scratch.
+        KeyboardInterrupt
+            Between passes of `CHUNK` tokens.
         """
-        cdef kt_batch batch
-        cdef kt_plan plan
-        cdef kt_pool *pool
-        cdef int64_t total = x.shape[0], start = 0, bad = 0
-        cdef int threads
-        cdef char *base
+        cdef int64_t start = 0, status
+        trace = active()
         self.pool.check()
-        pool = self.pool.p
-        threads = self.pool.threads
-        batch.top_k = ids.shape[1]
-        batch.x_stride = x.strides[0]
-        batch.ids_stride = ids.strides[0]
-        batch.ids_step = ids.strides[1]
-        batch.weights_stride = weights.strides[0]
-        batch.weights_step = weights.strides[1]
-        batch.out_stride = out.strides[0]
-        batch.x_dtype = <kt_dtype>dtype_code(x.dtype)
-        batch.out_dtype = <kt_dtype>dtype_code(out.dtype)
-        batch.ids_64 = ids.itemsize == 8
-        while start < total:
-            batch.tokens = min(total - start, <int64_t>CHUNK)
-            batch.x = <const char *>cnp.PyArray_DATA(x) + start * batch.x_stride
-            batch.ids = <const char *>cnp.PyArray_DATA(ids) + start * batch.ids_stride
-            batch.weights = <const char *>cnp.PyArray_DATA(weights) + start * batch.weights_stride
-            batch.out = <char *>cnp.PyArray_DATA(out) + start * batch.out_stride
+        cdef kt_job job = self.job(x, ids, weights, out)
+        with nogil:
+            status = kt_job_check(&job)
+        if status:
+            raise self.error(status, ids)
+        while start < job.batch.tokens:
             with nogil:
-                kt_pool_lock(pool)
-                base = <char *>kt_pool_scratch(pool, kt_plan_scratch(&plan, &self.layer, &batch, threads, NULL))
-                if base != NULL:
-                    kt_plan_scratch(&plan, &self.layer, &batch, threads, base)
-                    bad = kt_forward(&plan, pool, threads)
-                kt_pool_unlock(pool)
-            if base == NULL:
-                need = self.scratch_bytes(batch.tokens, batch.top_k)
-                raise MemoryError(f"no {need / 2**20:.0f} MiB of scratch memory for {batch.tokens} tokens")
-            if bad:
-                token = start + (bad - 1) // batch.top_k
-                slot = (bad - 1) % batch.top_k
-                raise ValueError(
-                    f"topk_ids[{token}, {slot}] is {ids[token, slot]}; ids run from 0 to {self.layer.experts - 1}, "
-                    "and -1 means no expert"
-                )
+                status = kt_job_pass(&job, start)
+            if status:
+                raise self.error(status, ids)
+            if trace is not None:
+                self.record(trace, &job, min(job.batch.tokens - start, job.chunk))
             PyErr_CheckSignals()
-            start += batch.tokens
+            start += job.chunk
+
+    def task(self, x, ids, weights, out, keep=False):
+        """A forward as a task for the queues of this layer's pool; it reads and writes the arrays each time it runs.
+
+        Parameters
+        ----------
+        x, ids, weights, out : numpy.ndarray
+            As of `forward`; held by the task.
+        keep : bool
+            A failure is kept for `Forward.result`, instead of for the queue's ``sync``.
+
+        Returns
+        -------
+        Forward
+        """
+        cdef Forward task = Forward.__new__(Forward)
+        task.moe = self
+        task.arrays = (x, ids, weights, out)
+        task.job = self.job(x, ids, weights, out)
+        task.trace = active()
+        task.bind(self.pool, kt_job_keep if keep else kt_job_run, &task.job)
+        return task
+
+
+@cython.final
+cdef class Forward(Task):
+    """A forward that a queue runs. Made by `MoE.task`."""
+
+    cdef kt_job job
+    cdef MoE moe
+    cdef readonly tuple arrays
+    cdef object trace
+
+    def result(self):
+        """The output of the last run that is over; raises what it failed with."""
+        if self.job.status:
+            raise self.error(self.job.status)
+        if self.trace is not None:
+            self.moe.record(self.trace, &self.job, self.job.batch.tokens)
+        return self.arrays[3]
+
+    cdef object error(self, int64_t status):
+        return self.moe.error(status, self.arrays[1])
+
+
+def _shares(int64_t count, int64_t unit, threads):
+    """Where each group's part of ``count`` begins, in proportion to its threads, in whole ``unit``; and the end."""
+    total, at, result = sum(threads), 0, []
+    for n in threads:
+        result.append(min(count, count * at // total // unit * unit))
+        at += n
+    return result + [count]

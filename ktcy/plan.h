@@ -34,12 +34,19 @@ typedef struct {
     const float *bias;
 } kt_matrix;
 
+/* What one group of threads (a NUMA node) owns of every expert: a range of gate/up pairs and of down blocks. The
+ * matrices begin at the range. Groups exchange activations and never reduce. */
+typedef struct {
+    const kt_matrix *gate_up, *down; /* [experts] */
+    int64_t pair, pairs, block, blocks;
+} kt_slice;
+
 typedef struct {
     const kt_kernels *kernels;
     const kt_format *format;
     kt_activation activation;
-    int64_t experts, hidden, inter;
-    const kt_matrix *gate_up, *down; /* [experts] */
+    int64_t experts, hidden, inter, groups;
+    const kt_slice *slices; /* [groups] */
 } kt_layer;
 
 /* The caller's arrays of one chunk; strides in bytes, x, weights and out contiguous along a row. */
@@ -61,7 +68,7 @@ typedef struct {
     const kt_batch *batch;
     int64_t slots, units, active, tiles;
     int64_t pairs, blocks, k_hidden, k_inter, x_bytes, h_bytes, ldh; /* sizes derived from the layer */
-    int64_t pair_run, runs;                                          /* gate/up: pairs a task, tasks an expert */
+    int64_t *pair_run, *runs, *tasks; /* a group's gate/up tasks: pairs each, tasks an expert; tasks in all */
     int32_t *offset, *first_tile, *expert_ids, *token;
     float *route, *h, *sums;
     char *x, *x_tiles, *hq, *row, *h_tiles, *columns;
@@ -92,6 +99,9 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
 #define KT_TAKE(field, type, count) \
     p->field = (type *)(base + at); \
     at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64
+    KT_TAKE(pair_run, int64_t, layer->groups);
+    KT_TAKE(runs, int64_t, layer->groups);
+    KT_TAKE(tasks, int64_t, layer->groups);
     KT_TAKE(offset, int32_t, layer->experts + 1);
     KT_TAKE(first_tile, int32_t, layer->experts);
     KT_TAKE(expert_ids, int32_t, touched);
@@ -172,11 +182,9 @@ static inline int64_t kt_plan_route(kt_plan *p)
     return 0;
 }
 
-static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, bool down)
+static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_matrix *w, bool down)
 {
-    const kt_layer *l = p->layer;
     const int32_t first = p->offset[expert], tile = p->first_tile[expert];
-    const kt_matrix *w = down ? &l->down[expert] : &l->gate_up[expert];
     kt_gemm g = {.m = p->offset[expert + 1] - first, .weight = w->weight, .scale = w->scale, .bias = w->bias};
     if (down) {
         g.k = p->k_inter;
@@ -217,15 +225,17 @@ static void kt_task_gather(void *ctx, int64_t i, int thread)
         p->layer->format->tile(r < u.rows ? p->x + p->token[u.slot + r] * p->x_bytes : NULL, p->k_hidden, r, tiles);
 }
 
-static void kt_task_gate_up(void *ctx, int64_t i, int thread)
+static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
-    const int64_t expert = p->expert_ids[i / p->runs], j0 = i % p->runs * p->pair_run;
-    const int64_t j1 = j0 + p->pair_run < p->pairs ? j0 + p->pair_run : p->pairs;
-    const kt_gemm g = kt_plan_gemm(p, expert, false);
+    const kt_slice *s = &p->layer->slices[group];
+    const int64_t run = p->pair_run[group], runs = p->runs[group];
+    const int64_t expert = p->expert_ids[i / runs], j0 = i % runs * run, j1 = j0 + run < s->pairs ? j0 + run : s->pairs;
+    const kt_gemm g = kt_plan_gemm(p, expert, &s->gate_up[expert], false);
     kt_thread state;
     p->layer->kernels->begin(&state);
-    p->layer->format->gate_up(&g, &p->layer->activation, j0, j1, p->h + p->offset[expert] * p->ldh, p->ldh);
+    p->layer->format->gate_up(&g, &p->layer->activation, j0, j1,
+                              p->h + p->offset[expert] * p->ldh + s->pair * KT_BLOCK, p->ldh);
     p->layer->kernels->end(&state);
 }
 
@@ -247,13 +257,15 @@ static void kt_task_requantize(void *ctx, int64_t i, int thread)
     p->layer->kernels->end(&state);
 }
 
-static void kt_task_down(void *ctx, int64_t i, int thread)
+static void kt_task_down(void *ctx, int group, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
     const kt_batch *b = p->batch;
-    const int64_t b0 = i * KT_DOWN_BLOCKS, b1 = b0 + KT_DOWN_BLOCKS < p->blocks ? b0 + KT_DOWN_BLOCKS : p->blocks;
+    const kt_slice *s = &p->layer->slices[group];
+    const int64_t b0 = i * KT_DOWN_BLOCKS, b1 = b0 + KT_DOWN_BLOCKS < s->blocks ? b0 + KT_DOWN_BLOCKS : s->blocks;
+    const int64_t column = (s->block + b0) * KT_BLOCK;
     const int64_t width = KT_DOWN_BLOCKS * KT_BLOCK, size = b->out_dtype == KT_F32 ? 4 : 2;
-    const int64_t left = p->layer->hidden - b0 * KT_BLOCK, columns = left < width ? left : width;
+    const int64_t left = p->layer->hidden - column, columns = left < width ? left : width;
     const int64_t block_bytes = p->layer->format->weight_bytes(p->layer->inter);
     float *sums = p->sums + thread * b->tokens * width;
     kt_thread state;
@@ -261,17 +273,17 @@ static void kt_task_down(void *ctx, int64_t i, int thread)
     p->layer->kernels->begin(&state);
     for (int64_t a = 0; a < p->active; a++) {
         const int64_t expert = p->expert_ids[a], first = p->offset[expert];
-        kt_gemm g = kt_plan_gemm(p, expert, true);
+        kt_gemm g = kt_plan_gemm(p, expert, &s->down[expert], true);
         if (a + 1 < p->active)
-            g.next = (const char *)p->layer->down[p->expert_ids[a + 1]].weight + b0 * block_bytes;
+            g.next = (const char *)s->down[p->expert_ids[a + 1]].weight + b0 * block_bytes;
         p->layer->format->down(&g, p->token + first, p->route + first, b0, b1, sums, width);
     }
     if (b->tokens > KT_DIRECT_TOKENS)
-        p->layer->kernels->store(sums, b->tokens * width, b->out_dtype, p->columns + i * b->tokens * width * size);
+        p->layer->kernels->store(sums, b->tokens * width, b->out_dtype, p->columns + column * b->tokens * size);
     else
         for (int64_t t = 0; t < b->tokens; t++)
             p->layer->kernels->store(sums + t * width, columns, b->out_dtype,
-                                     b->out + t * b->out_stride + b0 * KT_BLOCK * size);
+                                     b->out + t * b->out_stride + column * size);
     p->layer->kernels->end(&state);
 }
 
@@ -298,26 +310,126 @@ static inline void kt_stage(kt_pool *pool, kt_task task, kt_plan *p, int64_t n, 
             task(p, i, 0);
 }
 
+/* When each phase of a forward ended, kt_now() nanoseconds; started[0] is its begin. */
+#define KT_PHASES(X) X(plan) X(quantize) X(gather) X(gate_up) X(requantize) X(down) X(rows)
+#define KT_PHASE_ENUM(name) KT_PHASE_##name,
+enum { KT_PHASES(KT_PHASE_ENUM) KT_N_PHASES };
+#define KT_PHASE_NAME(name) #name,
+static const char *const kt_phase_names[] = {KT_PHASES(KT_PHASE_NAME)};
+
+typedef struct {
+    int64_t started, ended[KT_N_PHASES];
+} kt_times;
+
 /* One chunk, the pool's lock held and its scratch laid out. Returns as kt_plan_route. */
-static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, int threads)
+static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
 {
+    const kt_layer *l = p->layer;
+    const int64_t tokens = p->batch->tokens;
+    times->started = kt_now();
     const int64_t bad = kt_plan_route(p);
     if (bad)
         return bad;
-    const int64_t tokens = p->batch->tokens;
+    times->ended[KT_PHASE_plan] = kt_now();
     kt_stage(pool, kt_task_quantize, p, tokens, tokens * p->k_hidden);
+    times->ended[KT_PHASE_quantize] = kt_now();
     if (p->tiles)
         kt_stage(pool, kt_task_gather, p, p->units, p->slots * p->k_hidden);
+    times->ended[KT_PHASE_gather] = kt_now();
     /* About eight tasks a thread to balance, but panels long enough to stream. */
-    const int64_t run = p->active * p->pairs / (threads * 8);
-    p->pair_run = run < 1 ? 1 : run > KT_MOST_PAIRS ? KT_MOST_PAIRS : run;
-    p->runs = kt_ceil(p->pairs, p->pair_run);
-    kt_pool_run_locked(pool, kt_task_gate_up, p, p->active * p->runs);
+    const int64_t wanted = p->active * p->pairs / (pool->threads * 8);
+    for (int64_t g = 0; g < l->groups; g++) {
+        p->pair_run[g] = wanted < 1 ? 1 : wanted > KT_MOST_PAIRS ? KT_MOST_PAIRS : wanted;
+        p->runs[g] = kt_ceil(l->slices[g].pairs, p->pair_run[g]);
+        p->tasks[g] = p->active * p->runs[g];
+    }
+    kt_pool_run_groups_locked(pool, kt_task_gate_up, p, p->tasks);
+    times->ended[KT_PHASE_gate_up] = kt_now();
     kt_stage(pool, kt_task_requantize, p, p->units, p->slots * p->ldh);
-    kt_pool_run_locked(pool, kt_task_down, p, kt_ceil(p->blocks, KT_DOWN_BLOCKS));
+    times->ended[KT_PHASE_requantize] = kt_now();
+    for (int64_t g = 0; g < l->groups; g++)
+        p->tasks[g] = kt_ceil(l->slices[g].blocks, KT_DOWN_BLOCKS);
+    kt_pool_run_groups_locked(pool, kt_task_down, p, p->tasks);
+    times->ended[KT_PHASE_down] = kt_now();
     if (tokens > KT_DIRECT_TOKENS)
         kt_pool_run_locked(pool, kt_task_rows, p, kt_ceil(tokens, KT_BLOCK));
+    times->ended[KT_PHASE_rows] = kt_now();
     return 0;
+}
+
+#define KT_NO_MEMORY -1
+
+/* A forward that can run again and again, by the caller or by a queue: it holds all it needs. */
+typedef struct {
+    const kt_layer *layer;
+    kt_pool *pool;
+    kt_batch batch;
+    int64_t chunk;  /* tokens of one pass: bounds the scratch; passes give the same bits */
+    kt_times times; /* of the last pass */
+    int64_t status; /* of the last kt_job_keep */
+} kt_job;
+
+/* 0, or 1 + t * top_k + j of the first bad id: before several passes write anything. One pass looks by itself. */
+static inline int64_t kt_job_check(const kt_job *job)
+{
+    const kt_batch *b = &job->batch;
+    for (int64_t t = 0; b->tokens > job->chunk && t < b->tokens; t++)
+        for (int64_t j = 0; j < b->top_k; j++)
+            if (kt_id(b, t, j) < -1 || kt_id(b, t, j) >= job->layer->experts)
+                return 1 + t * b->top_k + j;
+    return 0;
+}
+
+/* Tokens [start, start + chunk) of the batch. Returns 0, KT_NO_MEMORY, or 1 + t * top_k + j of the first bad id. */
+static inline int64_t kt_job_pass(kt_job *job, int64_t start)
+{
+    kt_batch b = job->batch;
+    kt_plan plan;
+    int64_t status = KT_NO_MEMORY;
+    b.tokens = b.tokens - start < job->chunk ? b.tokens - start : job->chunk;
+    b.x += start * b.x_stride;
+    b.ids += start * b.ids_stride;
+    b.weights += start * b.weights_stride;
+    b.out += start * b.out_stride;
+    kt_pool_lock(job->pool);
+    char *base = kt_pool_scratch(job->pool, kt_plan_scratch(&plan, job->layer, &b, job->pool->threads, NULL));
+    if (base) {
+        kt_plan_scratch(&plan, job->layer, &b, job->pool->threads, base);
+        status = kt_forward(&plan, job->pool, &job->times);
+    }
+    kt_pool_unlock(job->pool);
+    return status > 0 ? status + start * b.top_k : status;
+}
+
+/* For queues: all passes; the status is the task's. */
+static int64_t kt_job_run(void *ctx)
+{
+    kt_job *job = ctx;
+    int64_t status = kt_job_check(job);
+    for (int64_t start = 0; start < job->batch.tokens && !status; start += job->chunk)
+        status = kt_job_pass(job, start);
+    return status;
+}
+
+/* As kt_job_run, but the status waits in the job for whoever reads its result. */
+static int64_t kt_job_keep(void *ctx)
+{
+    kt_job *job = ctx;
+    job->status = kt_job_run(job);
+    return 0;
+}
+
+/* A group's own copy of its weights, made by its own threads so that the pages are local. */
+typedef struct {
+    char *to;
+    const char *from;
+    size_t bytes;
+} kt_copy;
+
+static void kt_task_copy(void *ctx, int group, int64_t i, int thread)
+{
+    const kt_copy *c = ((kt_copy **)ctx)[group] + i;
+    memcpy(c->to, c->from, c->bytes);
 }
 
 #endif

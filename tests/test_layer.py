@@ -1,6 +1,7 @@
 """The whole layer of every variant: float64 within derived bounds, and the same bits however the work is cut."""
 
 import ctypes
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 import ktcy.moe
 from ktcy import KTMoEWrapper
 from ktcy.config import Activation, LayerShape
-from ktcy.runtime import Pool
+from ktcy.runtime import Pool, topology
+from ktcy.runtime.queue import CPUInfer
 
 F32 = np.float32
 THREADS = (1, 2, 3, 4)
@@ -27,13 +29,14 @@ every_activation = pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=list
 
 @pytest.fixture(scope="session")
 def pools():
-    """Pools of 1 to 4 threads, on any machine."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        made = {n: Pool(n) for n in THREADS}
+    """CPUInfers of 1 to 4 threads, on any machine: a topology that lists a CPU four times gives it four threads."""
+    machine = topology.read()
+    crowd = dataclasses.replace(machine, cpus=machine.cpus * 4, quota=None)
+    made = {n: CPUInfer(Pool(n, crowd)) for n in THREADS}
+    assert [made[n].threads for n in THREADS] == list(THREADS)
     yield made
-    for pool in made.values():
-        pool.close()
+    for infer in made.values():
+        infer.close()
 
 
 def loaded(layer, kernels="avx2", pool=None, **options):
@@ -43,7 +46,7 @@ def loaded(layer, kernels="avx2", pool=None, **options):
         *layer.shape.__dict__.values(),
         activation=layer.activation,
         variant=getattr(kernels, "name", kernels),
-        pool=pool,
+        cpu_infer=pool,
         **options,
     )
     biases = {name: getattr(layer, name) for name in ("gate_bias", "up_bias", "down_bias")}
@@ -79,7 +82,7 @@ def batch():
 @functools.lru_cache(None)
 def one_by_one():
     """The answer of `batch` on AVX2, one thread, one token a call."""
-    with Pool(1) as pool:
+    with CPUInfer(1) as pool:
         moe = loaded(batch(), pool=pool)
         return np.concatenate([forward(moe, batch(), slice(t, t + 1)) for t in range(len(batch().x))])
 
@@ -303,7 +306,9 @@ def test_every_variant_and_thread_count_gives_the_same_bits(kernels, pools, thre
 def test_every_pool_count_gives_the_same_bits(count):
     """C12: 320 = 2560 / 8 missed a block size elsewhere; here the intermediate size need not divide by anything."""
     layer = strategies.layer(np.random.default_rng(12), LayerShape(2, 2, 96, 323), Activation(), 20)
-    got = forward(loaded(layer, threadpool_count=count, cpuinfer_threads=2), layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        got = forward(loaded(layer, threadpool_count=count, cpuinfer_threads=count + 1), layer)
     assert_within(got, layer)
     assert same(got, forward(loaded(layer, cpuinfer_threads=1), layer))
 
@@ -361,7 +366,7 @@ def test_no_call_leaves_anything_for_the_next(kernels, pools, counts):
     for n in counts:
         assert same(forward(moe, batch(), slice(n)), one_by_one()[:n])
         if n % 2:
-            pools[3].release()
+            pools[3].pool.release()
 
 
 # Long inputs

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "runtime": set(),
     "weights": {"kernels", "runtime", "config", "_version"},
     "plan": {"kernels", "runtime"},
-    "moe": {"kernels", "runtime", "config", "plan"},
+    "moe": {"kernels", "runtime", "config", "plan", "trace"},
+    "trace": set(),
     "placement": {"config"},
     "cuda": {"runtime"},
 }

@@ -19,9 +19,9 @@ import strategies
 import torch
 
 import ktcy.moe
-from ktcy import Activation, KTMoEWrapper
+from ktcy import Activation, CPUInfer, KTMoEWrapper
 from ktcy.config import LayerShape
-from ktcy.runtime import Pool, topology
+from ktcy.runtime import topology
 
 F32 = np.float32
 BF16 = ml_dtypes.bfloat16
@@ -104,7 +104,7 @@ def test_signatures_that_peers_call():
         "(layer_idx, num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, num_gpu_experts=0, "
         "cpuinfer_threads=None, threadpool_count=None, weight_path=None, method='AMXINT8', *, gpu_experts_mask=None, "
         "chunked_prefill_size=None, cpu_save=False, max_deferred_experts_per_token=None, numa_nodes=None, "
-        "mode='inference', swiglu_limit=0.0, swiglu_alpha=0.0, activation=None, variant=None, pool=None)"
+        "mode='inference', swiglu_limit=0.0, swiglu_alpha=0.0, activation=None, variant=None, cpu_infer=None)"
     )
     assert str(inspect.signature(KTMoEWrapper.load_weights)) == (
         "(self, physical_to_logical_map=None, *, prefault=False, lock=False)"
@@ -170,9 +170,9 @@ def test_what_a_layer_says_of_itself(moe):
 
 
 def test_one_pool_for_all_layers_of_so_many_threads():
-    with Pool(1) as pool:
-        first, second, own = wrapper(), wrapper(layer_idx=4), wrapper(pool=pool)
-        assert first.pool is second.pool and own.pool is pool and own.threads == 1
+    with CPUInfer(1) as infer:
+        first, second, own = wrapper(), wrapper(layer_idx=4), wrapper(cpu_infer=infer)
+        assert first.pool is second.pool and own.pool is infer.pool and own.threads == 1
     assert wrapper(cpuinfer_threads=None).threads == topology.default_threads(topology.read())
 
 
@@ -389,6 +389,17 @@ def test_out_may_overlap_the_inputs(moe, inputs, kind, monkeypatch):
         out = {"same": buffer[:T], "shifted": buffer[1:], "reversed": buffer[T - 1 :: -1]}[kind]
     moe.forward(**inputs, out=out)
     assert same(out.copy(), answer())
+
+
+def test_a_bad_id_in_a_later_chunk_leaves_out_alone(moe, inputs, monkeypatch):
+    """C53: ids are looked at before anything is written, however many passes there are."""
+    monkeypatch.setattr(ktcy.moe, "CHUNK", 5)
+    ids = inputs["topk_ids"].copy()
+    ids[T - 1, 0] = E
+    out = np.full((T, H), 7, F32)
+    with pytest.raises(ValueError, match=rf"topk_ids\[{T - 1}, 0\] is {E}"):
+        moe.forward(**{**inputs, "topk_ids": ids}, out=out)
+    assert (out == 7).all()
 
 
 def read_only():
@@ -874,8 +885,8 @@ def test_use_after_close(inputs):
 
 
 def test_a_closed_pool(inputs):
-    with Pool(1) as pool:
-        moe = loaded(pool=pool)
+    with CPUInfer(1) as infer:
+        moe = loaded(cpu_infer=infer)
     with pytest.raises(RuntimeError, match="this pool is closed"):
         moe.forward(**inputs)
 
@@ -979,9 +990,9 @@ def test_fork():
 def test_more_threads_than_cpus_still_answer(inputs):
     """C46: said once, when the pool is made."""
     with pytest.warns(RuntimeWarning, match="500 threads asked for"):
-        pool = Pool(500)
-    with pool:
-        assert same(loaded(pool=pool).forward(**inputs), answer())
+        infer = CPUInfer(500)
+    with infer:
+        assert same(loaded(cpu_infer=infer).forward(**inputs), answer())
 
 
 def test_no_torch_is_needed():

@@ -1,0 +1,78 @@
+"""Where a forward's time goes: phases of each layer, as a dict or as a trace file for Perfetto."""
+
+import json
+import os
+import threading
+from contextvars import ContextVar
+from pathlib import Path
+
+_active = ContextVar("ktcy_trace", default=None)
+
+
+class Trace:
+    """Records every forward of this context while active.
+
+    ::
+
+        with ktcy.Trace() as trace:
+            moe.forward(x, ids, weights)
+        trace.summary()            # {"plan": seconds, "quantize": ..., "gate_up": ..., "down": ...}
+        trace.save("trace.json")   # opens in Perfetto (ui.perfetto.dev) and chrome://tracing
+
+    Attributes
+    ----------
+    forwards : list of dict
+        One for each pass of up to ``ktcy.moe.CHUNK`` tokens: layer, tokens, thread, start (seconds of the monotonic
+        clock) and phases (name -> seconds, in order).
+    """
+
+    def __init__(self):
+        self.forwards = []
+
+    def __enter__(self):
+        self._token = _active.set(self)
+        return self
+
+    def __exit__(self, *exc):
+        _active.reset(self._token)
+
+    def add(self, layer, tokens, start, phases):
+        thread = threading.get_native_id()
+        self.forwards.append(dict(layer=layer, tokens=tokens, thread=thread, start=start, phases=phases))
+
+    def summary(self):
+        """Seconds by phase, over all forwards."""
+        total = {}
+        for forward in self.forwards:
+            for name, seconds in forward["phases"].items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    def events(self):
+        """The forwards as Chrome trace events: one complete event a forward, one a phase inside it; microseconds.
+
+        Source: the Trace Event Format, as Perfetto reads it.
+        """
+        events = []
+        for forward in self.forwards:
+            common = dict(ph="X", pid=os.getpid(), tid=forward["thread"], cat="ktcy")
+            at = forward["start"]
+            args = dict(tokens=forward["tokens"])
+            spans = [(f"layer {forward['layer']}", at, sum(forward["phases"].values()))]
+            for name, seconds in forward["phases"].items():
+                spans.append((name, at, seconds))
+                at += seconds
+            events += [dict(common, name=n, ts=begin * 1e6, dur=long * 1e6, args=args) for n, begin, long in spans]
+        return events
+
+    def save(self, path):
+        """Writes the events as JSON; the file appears whole or not at all."""
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+        part.replace(path)
+
+
+def active():
+    """The trace of this context, or None."""
+    return _active.get()
