@@ -27,7 +27,7 @@ def medians(threads, fmt, layers, routes, x, seconds=1.0):
         shape = layers[0].shape
         moes = [MoE(fmt, layer, infer.pool, range(shape.num_experts)) for layer in layers]
         out = np.empty_like(x)
-        tasks = [moe.task(x, *routes[i], out) for i, moe in enumerate(moes)]
+        tasks = [moes[i % len(moes)].task(x, *route, out) for i, route in enumerate(routes)]
 
         def forward(i):
             moes[i % len(moes)].forward(x, *routes[i % len(routes)], out)

@@ -297,10 +297,14 @@ rng = np.random.default_rng(0)
 moe = ktcy.KTMoEWrapper(0, 4, 2, 256, 512, cpuinfer_threads=2)
 moe.load_weights_from_tensors(*(rng.standard_normal(s, np.float32) for s in [(4, 512, 256)] * 2 + [(4, 256, 512)]))
 ktcy.moe.CHUNK = 64
-tokens = 1 << 15
+tokens = 1 << 16
 x = np.zeros((tokens, 256), np.float16)
 ids, weights = np.zeros((tokens, 2), np.int32), np.zeros((tokens, 2), np.float32)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt():
+    while moe.pool.counters()["runs"] < 20:
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
 try:
     {call}
     print("ran to the end")
@@ -322,7 +326,7 @@ def test_ctrl_c_during_a_long_forward(call):
 
 
 def test_exit_with_work_in_flight():
-    code = CTRL_C.split("threading.Timer")[0] + "moe.submit_forward(x[:5000], ids[:5000], weights[:5000])"
+    code = CTRL_C.split("def interrupt")[0] + "moe.submit_forward(x[:5000], ids[:5000], weights[:5000])"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 

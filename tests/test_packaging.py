@@ -212,15 +212,18 @@ def test_requirements_and_extras(built):
 
 
 def test_the_readme_runs(tmp_path, monkeypatch):
-    """Its cells in order, as in a notebook; the second one on a model of the same name and smaller sizes."""
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """Its cells in order, as in a notebook; the last one on a model of the same name and smaller sizes."""
+    first, second, last = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     cells = {}
     exec(first, cells)
-    assert cells["y"].shape == (4, 64) and np.isfinite(cells["y"]).all()
+    y = cells["y"]
+    assert y.shape == (4, 64) and np.isfinite(y).all()
+    exec(second, cells)
+    assert (cells["y"] == y).all() and (tmp_path / "trace.json").exists()
     demo.write_checkpoint("Qwen3-30B-A3B", 1, SMALL)
     ktcy.convert("Qwen3-30B-A3B", "Qwen3-30B-A3B-int8")
-    exec(second.replace("2048", "64").replace("768", "32"), cells)
+    exec(last.replace("2048", "64").replace("768", "32"), cells)
     assert cells["moe"].packed.layer == 0
 
 
