@@ -264,7 +264,7 @@ cdef class MoE:
         for i in range(KT_N_PHASES):
             phases[kt_phase_names[i].decode()] = (job.times.ended[i] - before) * 1e-9
             before = job.times.ended[i]
-        trace.add(self.packed.layer, tokens, job.times.started * 1e-9, phases)
+        trace.add(self.packed.layer, tokens, job.times.started * 1e-9, phases, self.pool.counters())
 
     def forward(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
         """Computes ``out`` from checked arrays.

@@ -23,7 +23,7 @@ class Trace:
     ----------
     forwards : list of dict
         One for each pass of up to ``ktcy.moe.CHUNK`` tokens: layer, tokens, thread, start (seconds of the monotonic
-        clock) and phases (name -> seconds, in order).
+        clock), phases (name -> seconds, in order) and counters (of the pool at its end: `Pool.counters`).
     """
 
     def __init__(self):
@@ -36,9 +36,10 @@ class Trace:
     def __exit__(self, *exc):
         _active.reset(self._token)
 
-    def add(self, layer, tokens, start, phases):
+    def add(self, layer, tokens, start, phases, counters):
         thread = threading.get_native_id()
-        self.forwards.append(dict(layer=layer, tokens=tokens, thread=thread, start=start, phases=phases))
+        forward = dict(layer=layer, tokens=tokens, thread=thread, start=start, phases=phases, counters=counters)
+        self.forwards.append(forward)
 
     def summary(self):
         """Seconds by phase, over all forwards."""
@@ -49,7 +50,7 @@ class Trace:
         return total
 
     def events(self):
-        """The forwards as Chrome trace events: one complete event a forward, one a phase inside it; microseconds.
+        """Chrome trace events: one a forward, one a phase inside it, and the pool's counters; microseconds.
 
         Source: the Trace Event Format, as Perfetto reads it.
         """
@@ -62,6 +63,8 @@ class Trace:
             for name, seconds in forward["phases"].items():
                 spans.append((name, at, seconds))
                 at += seconds
+            counters = {name: n for name, n in forward["counters"].items() if isinstance(n, int)}
+            events.append(dict(ph="C", pid=os.getpid(), name="ktcy pool", ts=at * 1e6, args=counters))
             events += [dict(common, name=n, ts=begin * 1e6, dur=long * 1e6, args=args) for n, begin, long in spans]
         return events
 

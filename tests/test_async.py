@@ -1,5 +1,6 @@
 """Submitted forwards, pools over NUMA nodes, traces: the same bits as a plain forward, whatever the order."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -262,11 +263,33 @@ def test_trace_sums_to_the_forward_and_opens_as_json(pair, tmp_path):
     assert all(seconds >= 0 for seconds in trace.summary().values())
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    whole, *phases = events[:8]
+    counters, whole, *phases = events[:9]
+    assert counters["ph"] == "C" and counters["args"]["tasks"] > 0 and {"steals", "sleeps"} <= set(counters["args"])
     assert whole["name"] == "layer 0" and whole["args"] == {"tokens": 9}
-    assert all({"ph", "ts", "dur", "pid", "tid", "name"} <= set(event) for event in events)
+    assert all({"ph", "ts", "dur", "pid", "tid", "name"} <= set(event) for event in events if event["ph"] == "X")
     assert phases[0]["ts"] == whole["ts"] and abs(sum(p["dur"] for p in phases) - whole["dur"]) < 1e-3
     assert os.listdir(tmp_path) == ["trace.json"]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 600, 4096, 100_000])
+@pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (512, 16, 96, 64)])
+@pytest.mark.parametrize("threads", [1, 16])
+def test_memory_beyond_the_weights_is_bounded(sizes, tokens, threads):
+    """64 MB and 64 bytes for each token and value of hidden and top-k times intermediate size."""
+    from ktcy import kernels
+    from ktcy.runtime import topology
+    from ktcy.weights.packed import PackedLayer, layer_tensors
+
+    shape, fmt = LayerShape(*sizes), kernels.default().format("int8")
+    one = LayerShape(1, 1, *sizes[2:])
+    memory = np.zeros(max(t.end for t in layer_tensors(fmt, one, False).values()), np.uint8)
+    machine = topology.read()
+    crowd = dataclasses.replace(machine, cpus=machine.cpus * 16, quota=None)
+    with Pool(threads, crowd) as pool:
+        moe = MoE(fmt, PackedLayer(fmt, 0, one, Activation(), False, memory), pool, [0] * shape.num_experts)
+        took = moe.scratch_bytes(tokens, shape.num_experts_per_tok)
+    values = shape.hidden_size + shape.num_experts_per_tok * shape.moe_intermediate_size
+    assert took <= (64 << 20) + 64 * tokens * values
 
 
 def test_memory_is_flat_over_many_forwards(pair):
