@@ -393,9 +393,12 @@ class KTMoEWrapper:
         self._loaded(cuda_stream)
         if not self._submitted:
             raise RuntimeError("no forward was submitted to this layer; call submit_forward first")
-        ticket, task, slot, kind = self._submitted[0]
-        self.cpu_infer.wait(ticket)
-        self._submitted.popleft()
+        ticket, task, slot, kind = flight = self._submitted.popleft()
+        try:
+            self.cpu_infer.wait(ticket)
+        except BaseException:
+            self._submitted.appendleft(flight)
+            raise
         _buffers.give(slot)
         return like(task.result(), kind)
 

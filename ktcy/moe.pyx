@@ -173,10 +173,13 @@ cdef class MoE:
         cdef kt_copy *copy
         cdef char *base
         cdef int64_t stored = len(set(expert_map)), groups = self.layer.groups
+        self.pool.check()
         memory.require(stored * self.packed.tensors["gate_up.weight"][0].nbytes +
                        stored * self.packed.tensors["down.weight"][0].nbytes, f"layer {self.packed.layer}")
         cdef kt_copy **lists
         lists = <kt_copy **>calloc(groups, sizeof(kt_copy *))
+        if lists == NULL:
+            raise MemoryError(f"pointers of {groups} groups")
         counts = np.zeros(groups, np.int64)
         cdef int64_t[::1] tasks = counts
         try:
@@ -185,10 +188,12 @@ cdef class MoE:
                 width[0] = 2 * slice.pairs * self.layer.format.weight_bytes(self.layer.hidden)
                 width[1] = slice.blocks * self.layer.format.weight_bytes(self.layer.inter)
                 base = <char *>kt_group_alloc(self.pool.p, g, stored * (width[0] + width[1]))
-                lists[g] = <kt_copy *>calloc(2 * stored, sizeof(kt_copy))
-                if base == NULL or lists[g] == NULL:
+                if base == NULL:
                     raise MemoryError(f"no memory on the node of group {g} for its part of layer {self.packed.layer}")
                 self.copies.append((g, <uintptr_t>base, stored * (width[0] + width[1])))
+                lists[g] = <kt_copy *>calloc(2 * stored, sizeof(kt_copy))
+                if lists[g] == NULL:
+                    raise MemoryError(f"pointers of {stored} experts")
                 at, places = 0, {}
                 for e in range(experts):
                     for i in range(2):
