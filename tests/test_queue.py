@@ -711,7 +711,7 @@ def test_fork():
 def test_exit_with_work_in_flight():
     """Tasks queued, running and failed, in globals, in cycles and held by Python threads: no hang, exit code 0."""
     code = """
-import threading, time
+import contextlib, threading, time
 import numpy as np
 from ktcy.runtime.queue import CPUInfer, SelfTest, shared
 log = np.zeros(1000, np.int64)
@@ -723,18 +723,19 @@ cycle = [CPUInfer(1)]
 cycle.append(cycle)
 cycle[0].submit(SelfTest(cycle[0].pool, sleep_us=20_000, log=np.zeros(100, np.int64)))
 def work():
-    while True:
-        queue.submit(SelfTest(queue.pool, sleep_us=10))
+    with contextlib.suppress(RuntimeError):  # closed at exit
+        while True:
+            queue.submit(SelfTest(queue.pool, sleep_us=10))
 def wait():
-    while True:
-        queue.sync()
+    with contextlib.suppress(RuntimeError):
+        while True:
+            queue.sync()
 busy = [threading.Thread(target=target, daemon=True) for target in (work, wait)]
 """
     message = r"""a task failed, and no sync\(\) asked for its error: RuntimeError\('task 6 failed with status 4'\)"""
     python(code, errors=message)
     code = code.replace("queue.submit(SelfTest(queue.pool, status=4, value=6))", "")
-    refused = r"(Exception in thread (?s:.)*RuntimeError: this CPUInfer is closed\s*)*"
-    python(code + "for thread in busy: thread.start()\ntime.sleep(0.1)\n", errors=refused)
+    python(code + "for thread in busy: thread.start()\ntime.sleep(0.1)\n")
 
 
 def test_exit_runs_what_was_submitted(tmp_path):
