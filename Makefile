@@ -21,11 +21,13 @@ sanitize: .venv/test/ready
 	PYTHONPATH=$$(echo build/debug/lib.*) LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \
 	    ASAN_OPTIONS=detect_leaks=0 .venv/test/bin/pytest $(SANITIZED)
 
-# A Debian machine with python3, gcc and make may lack two parts of Python.
+# A Debian machine with python3, gcc and make may lack two parts of Python; root gets them here.
 NEEDED = import ensurepip, os, sysconfig; os.stat(sysconfig.get_path('include') + '/Python.h')
+DEBIAN = python3-venv python3-dev
 define environment
 @$(PYTHON) -c "$(NEEDED)" 2>/dev/null || \
-	{ echo "$(PYTHON) lacks venv or Python.h; on Debian: apt-get install python3-venv python3-dev" >&2; exit 1; }
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -q update && apt-get -q -y install $(DEBIAN); } || \
+	{ echo "$(PYTHON) lacks venv or Python.h; on Debian: sudo apt-get install $(DEBIAN)" >&2; exit 1; }
 $(PYTHON) -m venv $(@D)
 endef
 

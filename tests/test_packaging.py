@@ -254,6 +254,29 @@ def test_ci_runs_the_command_of_the_readme():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+@pytest.mark.parametrize("root", [True, False])
+def test_make_gets_what_debian_leaves_out(root, tmp_path):
+    """Python without venv and headers: root gets them from apt-get, others are told what to install."""
+    for name in ("Makefile", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "ktcy").mkdir()
+    log, tools = tmp_path / "log", tmp_path / "bin"
+    tools.mkdir()
+    for name, script in {
+        "python3": f'echo "python3 $1 $2" >> {log}; test "$1" != -c && exit 7; exit 1',
+        "apt-get": f'echo "apt-get $@" >> {log}',
+        "id": f"echo {0 if root else 1000}",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(["make", "-C", str(tmp_path), "demo"], env=environment, capture_output=True, text=True)
+    calls = log.read_text().splitlines()[1:]
+    installed = ["apt-get -q update", "apt-get -q -y install python3-venv python3-dev", "python3 -m venv"]
+    assert calls == (installed if root else []) and done.returncode == 2
+    assert ("python3 lacks venv or Python.h; on Debian: sudo apt-get install" in done.stderr) is not root
+
+
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_make_does_nothing_twice(target, tmp_path):
     """With everything in place, make runs the command and builds nothing; after a change it does."""
