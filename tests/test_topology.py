@@ -69,6 +69,19 @@ def test_two_sockets(tmp_path):
     assert machine.cpus[:4] == (0, 1, 2, 3)
 
 
+def test_four_sockets_with_sub_numa_clustering(tmp_path):
+    """Two nodes a socket and SMT siblings: a pool a node takes the cores of all eight, in order."""
+    files = {}
+    for package in range(4):
+        first = 4 * package
+        files |= cores(*((cpu, cpu + 16) for cpu in range(first, first + 4)), package=package)
+    files |= nodes(**{f"n{n}": f"{2 * n}-{2 * n + 1},{2 * n + 16}-{2 * n + 17}" for n in range(8)})
+    machine = read(tree(tmp_path, files), range(32))
+    assert machine.nodes == {n: (2 * n, 2 * n + 1, 2 * n + 16, 2 * n + 17) for n in range(8)}
+    assert {package: len(cpus) for package, cpus in machine.packages.items()} == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert machine.cores == 16 and machine.cpus == tuple(range(32)) and default_threads(machine) == 16
+
+
 def test_hybrid_counts_performance_cores(tmp_path):
     """C10: one thread per physical P core; E cores come next, the siblings of P cores last."""
     files = cores((0, 1), (2, 3), (4, 5), (6, 7), (8,), (9,), (10,), (11,))
