@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from ktcy.kernels._table cimport (
-    KT_BLOCK, KT_GELU, KT_GELU_TANH, KT_SWIGLU, Format, dtype_code, kt_activation, kt_dtype, kt_format, kt_kernels,
+    KT_BLOCK, Format, dtype_code, kt_activation, kt_dtype, kt_format, kt_kernels,
 )
 from ktcy.runtime.pool cimport (
     Pool, kt_group_alloc, kt_group_free, kt_pool, kt_pool_lock, kt_pool_run_groups_locked, kt_pool_unlock,
@@ -16,6 +16,7 @@ from ktcy.runtime.queue cimport Task
 
 import numpy as np
 
+from .kernels._table import GATES
 from .runtime import memory
 from .trace import active
 
@@ -83,8 +84,6 @@ cdef extern from "plan.h" nogil:
 #: Tokens of one pass: bounds the scratch memory; a longer input runs as several passes with the same bits.
 CHUNK = 4096
 
-_GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
-
 
 @cython.final
 @cython.no_gc_clear
@@ -131,7 +130,7 @@ cdef class MoE:
         self.layer.kernels = fmt.kernels.table
         self.layer.format = fmt.fmt
         activation = packed.activation
-        self.layer.activation.gate = _GATES[activation.gate]
+        self.layer.activation.gate = GATES[activation.gate]
         self.layer.activation.alpha = activation.alpha
         self.layer.activation.limit = activation.limit
         self.layer.activation.offset = activation.offset

@@ -264,7 +264,7 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
     const kt_slice *s = &p->layer->slices[group];
     const int64_t b0 = i * KT_DOWN_BLOCKS, b1 = b0 + KT_DOWN_BLOCKS < s->blocks ? b0 + KT_DOWN_BLOCKS : s->blocks;
     const int64_t column = (s->block + b0) * KT_BLOCK;
-    const int64_t width = KT_DOWN_BLOCKS * KT_BLOCK, size = b->out_dtype == KT_F32 ? 4 : 2;
+    const int64_t width = KT_DOWN_BLOCKS * KT_BLOCK, size = kt_size(b->out_dtype);
     const int64_t left = p->layer->hidden - column, columns = left < width ? left : width;
     const int64_t block_bytes = p->layer->format->weight_bytes(p->layer->inter);
     float *sums = p->sums + thread * b->tokens * width;
@@ -292,7 +292,7 @@ static void kt_task_rows(void *ctx, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
     const kt_batch *b = p->batch;
-    const int64_t size = b->out_dtype == KT_F32 ? 4 : 2, width = KT_DOWN_BLOCKS * KT_BLOCK * size;
+    const int64_t size = kt_size(b->out_dtype), width = KT_DOWN_BLOCKS * KT_BLOCK * size;
     const int64_t bytes = p->layer->hidden * size, t0 = i * KT_BLOCK;
     const int64_t t1 = t0 + KT_BLOCK < b->tokens ? t0 + KT_BLOCK : b->tokens;
     for (int64_t at = 0; at < bytes; at += width)

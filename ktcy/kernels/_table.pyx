@@ -13,10 +13,8 @@ import numpy as np
 # By name: importing ml_dtypes can take more than a second, and only its users need it.
 _CODES = {"float32": KT_F32, "float16": KT_F16, "bfloat16": KT_BF16}
 
-#: Names of the element types that kernels read and write.
-DTYPES = tuple(_CODES)
-
-_GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
+# config.Activation.gate -> kt_gate
+GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
 
 
 cdef int dtype_code(object dtype) except -1:
@@ -315,7 +313,7 @@ cdef class Format:
         cdef kt_activation act
         kept = operands(self, &g, x, weight, scale, bias, index, tiles)
         gate, act.alpha, act.limit, act.offset = activation
-        act.gate = _GATES[gate]
+        act.gate = GATES[gate]
         cdef int64_t j0, j1, most = len(weight) // 2
         j0, j1 = (0, most) if blocks is None else blocks
         if len(weight) % 2 or not 0 <= j0 <= j1 <= most:

@@ -34,8 +34,6 @@ KT_INLINE void kt_store16(void *dst, kt_dtype dtype, vf32 v) {
         vi32_store_u16(dst, kt_bf16_bits(v));
 }
 
-KT_INLINE int64_t kt_size(kt_dtype dtype) { return dtype == KT_F32 ? 4 : 2; }
-
 /* Elements i .. i + 15 of a row of n, zeros past its end. */
 KT_INLINE vf32 kt_load_tail(const void *src, kt_dtype dtype, int64_t i, int64_t n) {
     const char *p = (const char *)src + i * kt_size(dtype);

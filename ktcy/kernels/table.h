@@ -36,6 +36,7 @@
 #define KT_MAX_K 131072
 
 typedef enum { KT_F32, KT_F16, KT_BF16 } kt_dtype;
+static inline int64_t kt_size(kt_dtype dtype) { return dtype == KT_F32 ? 4 : 2; }
 
 /* swiglu: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha * g) * (u + offset).
  *   SwiGLU is alpha 1, limit inf, offset 0; swigluoai (gpt-oss) alpha 1.702, limit 7, offset 1.
