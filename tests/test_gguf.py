@@ -114,8 +114,11 @@ TYPES = {
     "F16": plain(np.float16),
     "BF16": plain(ml_dtypes.bfloat16),
 }
-KINDS = {"Q8_0": "int8", "Q4_0": "int4", "IQ4_NL": "int8", "MXFP4": "e2m1"}
-KINDS |= {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+KINDS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "IQ4_NL": "q8_0", "MXFP4": "mxfp4"}
+KINDS |= {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+# What `expert` gives by kind: Quantized codes or a dtype.
+HELD = {"q8_0": "int8", "q4_0": "int4", "mxfp4": "e2m1", "fp16": "float16", "bf16": "bfloat16"}
+HELD |= {"fp32": "float32", "repacked": "float32"}
 
 
 def matrix(name, dims, seed=0):
@@ -166,6 +169,10 @@ def values_of(stored):
     return stored.dequantize() if isinstance(stored, Quantized) else stored.astype(np.float32)
 
 
+def held(stored):
+    return stored.kind if isinstance(stored, Quantized) else stored.dtype.name
+
+
 def fails(path, *words, kind=ValueError):
     with pytest.raises(kind) as caught:
         Gguf(path)
@@ -207,10 +214,7 @@ def test_type_is_read_exactly(name, tmp_path):
                 np.testing.assert_array_equal(values[part][e], want)
                 np.testing.assert_array_equal(values_of(got), want)
                 assert f"blk.0.ffn_{part}_exps.weight, expert {e}" in expert.source[part]
-                if name in KINDS:
-                    assert (got.kind if isinstance(got, Quantized) else got.dtype.name) == KINDS[name]
-                else:
-                    assert got.dtype == np.float32
+                assert held(got) == HELD[model.kinds[0]]
             assert (expert.gate_bias, expert.up_bias, expert.down_bias) == (None, None, None)
 
 
@@ -249,10 +253,10 @@ def test_other_types_give_the_values_of_the_gguf_package(name, tmp_path):
 
 
 MIXED = {
-    ("Q4_0", "Q4_0", "Q8_0"): "int8",
-    ("Q4_0", "IQ4_NL", "Q4_0"): "int8",
-    ("Q8_0", "IQ4_NL", "IQ4_NL"): "int8",
-    ("BF16", "F16", "BF16"): "float32",
+    ("Q4_0", "Q4_0", "Q8_0"): "q8_0",
+    ("Q4_0", "IQ4_NL", "Q4_0"): "q8_0",
+    ("Q8_0", "IQ4_NL", "IQ4_NL"): "q8_0",
+    ("BF16", "F16", "BF16"): "fp32",
     ("Q4_K", "Q4_K", "Q6_K"): "repacked",
     ("Q4_K", "Q4_K", "Q8_0"): "repacked",
     ("MXFP4", "MXFP4", "Q8_0"): "repacked",
@@ -272,7 +276,7 @@ def test_mixed_types_have_one_kind_and_their_values(types, kind, tmp_path):
             expert = model.expert(0, e)
             for part in PARTS:
                 got = getattr(expert, part)
-                assert (got.kind if kind == "int8" else got.dtype) == (kind if kind == "int8" else np.float32)
+                assert held(got) == HELD[kind]
                 np.testing.assert_array_equal(values_of(got), values[part][e])
 
 

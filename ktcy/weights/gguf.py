@@ -1,7 +1,7 @@
 """Reads the experts of a GGUF file, one at a time, with the interface of `checkpoint.Checkpoint`.
 
 The header is parsed here: the gguf package maps the file, so that one cut while in use is a SIGBUS, and makes arrays
-of every word of the vocabulary, 19 s and 0.5 GB for 300 000 words and merges (here 0.4 s). Types, their sizes and the
+of every word of the vocabulary, 19 s and 0.5 GB for 300 000 words and merges (here 0.5 s). Types, their sizes and the
 values of K-quants are the package's. Sources: docs/gguf.md of ggml-org/ggml; the names of tensors and keys in
 gguf.constants; the layouts of blocks in ggml-common.h of ggml.
 """
@@ -40,31 +40,36 @@ STRING, ARRAY = 8, 9
 # Vocabularies of 256k words take 10 MB; more than this is damage that would take the memory of the machine.
 MAX_HEADER = 1 << 30
 
-# Types that `Quantized` holds as they are, all with 32 codes a scale.
-EXACT = {"Q8_0": "int8", "Q4_0": "int4", "IQ4_NL": "int8", "MXFP4": "e2m1"}
-FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# GGML type -> kind. Matrices of the first ones become `Quantized` as they are, with 32 codes a scale.
+EXACT = {"Q8_0": "q8_0", "Q4_0": "q4_0", "IQ4_NL": "q8_0", "MXFP4": "mxfp4"}
+FLOATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+CODES = {"q8_0": "int8", "q4_0": "int4", "mxfp4": "e2m1"}
 GROUP = 32
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8).view(np.uint8)
 
 
 def common_kind(types):
-    """What `Gguf.expert` makes of the three matrices of a layer, so that one format can take them.
+    """How the three matrices of a layer can be held in one way, so that one format can take them.
 
-    One kind, if they have the same; int8 for int4 and int8 together, whose codes fit with the scales they have;
-    float32 for several float types. All else is "repacked": float32 values for a format of ours, nearest int8,
-    which changes them (K-quants and others with two levels of scales; float and quantized matrices in one layer).
+    Their kind, if they have the same. "q8_0" for it and "q4_0" together: the codes fit, the scales stay. "fp32" for
+    several float types. All else is "repacked": float32 values for our nearest format, int8, which changes them
+    (K-quants and others with two levels of scales; float beside quantized matrices).
 
     Parameters
     ----------
     types : iterable of str
         GGML types.
+
+    Returns
+    -------
+    str
     """
     kinds = {(EXACT | FLOATS).get(name, "repacked") for name in types}
     if len(kinds) == 1:
         return kinds.pop()
-    if kinds == {"int4", "int8"}:
-        return "int8"
-    return "float32" if kinds <= {*FLOATS.values()} else "repacked"
+    if kinds == {"q4_0", "q8_0"}:
+        return "q8_0"
+    return "fp32" if kinds <= {*FLOATS.values()} else "repacked"
 
 
 class Gguf:
@@ -90,8 +95,8 @@ class Gguf:
     types : dict of int to dict
         For each layer the GGML type of "gate", "up" and "down".
     kinds : dict of int to str
-        For each layer what `expert` gives: a kind of `quantized.CODES`, a float dtype, or "repacked"
-        (`common_kind`).
+        For each layer what `expert` gives (`common_kind`): `Quantized` int8, int4 or e2m1 for "q8_0", "q4_0" and
+        "mxfp4", arrays of that dtype for "fp32", "fp16" and "bf16", float32 arrays for "repacked".
     tensors : dict of int to dict
         For each layer its tensors: ``{name: Tensor}``, with the GGML type for ``dtype``.
     files : dict of str to file
@@ -248,9 +253,8 @@ class Gguf:
         Returns
         -------
         Expert
-            Its matrices are all `Quantized`, of ``kinds[layer]`` and 32 codes a scale, which may be negative; or all
-            arrays of that dtype (float32 if "repacked"). Arrays are overwritten by the next call of the same thread;
-            copy what must last.
+            Its matrices are as ``kinds[layer]`` says, all three alike. Quantized ones have 32 codes a scale, which may
+            be negative. Arrays are overwritten by the next call of the same thread; copy what must last.
 
         Raises
         ------
@@ -307,7 +311,7 @@ class Gguf:
             codes[..., GROUP // 2 :] = packed >> 4
             if name == "IQ4_NL":
                 codes = IQ4_NL[codes]
-        return Quantized(EXACT[name], codes.reshape(len(rows), -1), scale, GROUP)
+        return Quantized(CODES[EXACT[name]], codes.reshape(len(rows), -1), scale, GROUP)
 
     def _read(self, layer, e):
         """The bytes of one expert by tensor: [N, row] of a matrix, in this thread's buffer; float32 [N] of a bias."""
@@ -347,11 +351,11 @@ class Gguf:
 def _as(kind, matrix):
     """The matrix in the kind of its layer, exactly."""
     if not isinstance(matrix, Quantized):
-        return matrix.astype(np.float32, copy=False) if kind in ("float32", "repacked") else matrix
-    if kind == matrix.kind:
+        return matrix.astype(np.float32, copy=False) if kind in ("fp32", "repacked") else matrix
+    if CODES.get(kind) == matrix.kind:
         return matrix
-    if kind == "int8":
-        return replace(matrix, kind=kind, codes=matrix.codes - np.uint8(8))
+    if kind == "q8_0":
+        return replace(matrix, kind="int8", codes=matrix.codes - np.uint8(8))
     return matrix.dequantize()
 
 
