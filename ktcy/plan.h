@@ -67,11 +67,12 @@ typedef struct {
     const kt_layer *layer;
     const kt_batch *batch;
     int64_t slots, units, active, tiles;
-    int64_t pairs, blocks, k_hidden, k_inter, x_bytes, h_bytes, ldh; /* sizes derived from the layer */
+    /* sizes derived from the layer: bytes of a row and of its part of a tile */
+    int64_t pairs, blocks, k_hidden, k_inter, x_bytes, h_bytes, x_tile, h_tile, work_bytes, ldh;
     int64_t *pair_run, *runs, *tasks; /* a group's gate/up tasks: pairs each, tasks an expert; tasks in all */
     int32_t *offset, *first_tile, *expert_ids, *token;
     float *route, *h, *sums;
-    char *x, *x_tiles, *hq, *row, *h_tiles, *columns;
+    char *x, *x_tiles, *hq, *row, *h_tiles, *columns, *work;
     kt_meta *x_meta, *h_meta;
     kt_unit *unit;
 } kt_plan;
@@ -91,7 +92,11 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
     p->k_inter = kt_ceil(layer->inter, KT_KPAD) * KT_KPAD;
     p->x_bytes = layer->format->row_bytes(layer->hidden);
     p->h_bytes = layer->format->row_bytes(layer->inter);
+    p->x_tile = layer->format->panel_bytes(layer->hidden);
+    p->h_tile = layer->format->panel_bytes(layer->inter);
     p->ldh = p->pairs * KT_BLOCK;
+    const int64_t most = layer->hidden > layer->inter ? layer->hidden : layer->inter;
+    p->work_bytes = (layer->format->work_bytes(most) + 63) / 64 * 64;
 
     const int64_t units = slots / 16 + touched, many = slots / (layer->format->few_rows + 1);
     const int64_t tiles = slots / 16 + (many < touched ? many : touched);
@@ -115,8 +120,9 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
     KT_TAKE(row, char, threads * p->h_bytes);
     KT_TAKE(h, float, slots * p->ldh);
     KT_TAKE(sums, float, threads * batch->tokens * KT_DOWN_BLOCKS * KT_BLOCK);
-    KT_TAKE(x_tiles, char, tiles * 16 * p->x_bytes);
-    KT_TAKE(h_tiles, char, tiles * 16 * p->h_bytes);
+    KT_TAKE(x_tiles, char, tiles * 16 * p->x_tile);
+    KT_TAKE(h_tiles, char, tiles * 16 * p->h_tile);
+    KT_TAKE(work, char, threads * p->work_bytes);
     if (batch->tokens > KT_DIRECT_TOKENS) {
         KT_TAKE(columns, char, 4 * kt_ceil(p->blocks, KT_DOWN_BLOCKS) * KT_DOWN_BLOCKS * KT_BLOCK * batch->tokens);
     }
@@ -182,23 +188,24 @@ static inline int64_t kt_plan_route(kt_plan *p)
     return 0;
 }
 
-static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_matrix *w, bool down)
+static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_matrix *w, bool down, int thread)
 {
     const int32_t first = p->offset[expert], tile = p->first_tile[expert];
     kt_gemm g = {.m = p->offset[expert + 1] - first, .weight = w->weight, .scale = w->scale, .bias = w->bias};
+    g.work = p->work + thread * p->work_bytes;
     if (down) {
         g.k = p->k_inter;
         g.x = p->hq + first * p->h_bytes;
         g.ldx = p->h_bytes;
         g.meta = p->h_meta + first;
-        g.tiles = tile < 0 ? NULL : p->h_tiles + tile * 16 * p->h_bytes;
+        g.tiles = tile < 0 ? NULL : p->h_tiles + tile * 16 * p->h_tile;
     } else {
         g.k = p->k_hidden;
         g.x = p->x;
         g.ldx = p->x_bytes;
         g.index = p->token + first;
         g.meta = p->x_meta;
-        g.tiles = tile < 0 ? NULL : p->x_tiles + tile * 16 * p->x_bytes;
+        g.tiles = tile < 0 ? NULL : p->x_tiles + tile * 16 * p->x_tile;
     }
     return g;
 }
@@ -220,7 +227,7 @@ static void kt_task_gather(void *ctx, int64_t i, int thread)
     const kt_unit u = p->unit[i];
     if (u.tile < 0)
         return;
-    char *tiles = p->x_tiles + u.tile * 16 * p->x_bytes;
+    char *tiles = p->x_tiles + u.tile * 16 * p->x_tile;
     for (int64_t r = 0; r < 16; r++)
         p->layer->format->tile(r < u.rows ? p->x + p->token[u.slot + r] * p->x_bytes : NULL, p->k_hidden, r, tiles);
 }
@@ -231,7 +238,7 @@ static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
     const kt_slice *s = &p->layer->slices[group];
     const int64_t run = p->pair_run[group], runs = p->runs[group];
     const int64_t expert = p->expert_ids[i / runs], j0 = i % runs * run, j1 = j0 + run < s->pairs ? j0 + run : s->pairs;
-    const kt_gemm g = kt_plan_gemm(p, expert, &s->gate_up[expert], false);
+    const kt_gemm g = kt_plan_gemm(p, expert, &s->gate_up[expert], false, thread);
     kt_thread state;
     p->layer->kernels->begin(&state);
     p->layer->format->gate_up(&g, &p->layer->activation, j0, j1,
@@ -252,7 +259,7 @@ static void kt_task_requantize(void *ctx, int64_t i, int thread)
         if (r < u.rows)
             f->quantize(p->h + slot * p->ldh, KT_F32, p->layer->inter, row, &p->h_meta[slot]);
         if (u.tile >= 0)
-            f->tile(r < u.rows ? row : NULL, p->k_inter, r, p->h_tiles + u.tile * 16 * p->h_bytes);
+            f->tile(r < u.rows ? row : NULL, p->k_inter, r, p->h_tiles + u.tile * 16 * p->h_tile);
     }
     p->layer->kernels->end(&state);
 }
@@ -273,7 +280,7 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
     p->layer->kernels->begin(&state);
     for (int64_t a = 0; a < p->active; a++) {
         const int64_t expert = p->expert_ids[a], first = p->offset[expert];
-        kt_gemm g = kt_plan_gemm(p, expert, &s->down[expert], true);
+        kt_gemm g = kt_plan_gemm(p, expert, &s->down[expert], true, thread);
         if (a + 1 < p->active)
             g.next = (const char *)s->down[p->expert_ids[a + 1]].weight + b0 * block_bytes;
         p->layer->format->down(&g, p->token + first, p->route + first, b0, b1, sums, width);

@@ -2,11 +2,11 @@
 
 Every number travels as a value and a bound: ``(v, e)`` says that the kernels hold something within e of v.
 Bounds are first order times ``SLACK``; the relative errors here stay under 1e-3, so that covers their products.
-Two forms of the layer share the code and differ in one step, the rounding to int8:
+The forms of the layer share the code and differ in how they round weights and activations:
 
-- ``int8``: follow the scheme of table.h. What is left is float32 arithmetic, and a value of the intermediate
-  that lies so close to the middle of two steps that arithmetic decides between them.
-- ``exact``: keep the original numbers. The bound is then the error of the scheme itself.
+- a format's name (``int8``, ``bf16``): follow its scheme of table.h. What is left is float32 arithmetic, and a
+  value of the intermediate that lies so close to the middle of two steps that arithmetic decides between them.
+- ``exact``: keep the original numbers. The bound is then the error of the int8 scheme itself.
 """
 
 import math
@@ -91,6 +91,22 @@ def int8_rounding(v, e):
     return q * step, np.where(sure, np.abs(q) * step_error, apart)
 
 
+def to_bf16(v):
+    """float64 to the nearest bfloat16, ties to even; past its range, inf."""
+    mantissa, exponent = np.frexp(v)
+    exponent = np.maximum(exponent, -125)
+    q = np.ldexp(np.rint(np.ldexp(v, 8 - exponent)), exponent - 8)
+    return np.where(np.abs(q) < 2.0**128, q, np.copysign(np.inf, v))
+
+
+def bf16_rounding(v, e):
+    """The bf16 core's activation rows: rounding is monotone, so that of v - e and v + e bounds it."""
+    q = to_bf16(v)
+    with np.errstate(invalid="ignore"):
+        q = np.where(np.isfinite(q).all(axis=1, keepdims=True), q, np.nan)
+        return q, np.maximum(to_bf16(v + e) - q, q - to_bf16(v - e)) + FLUSH
+
+
 def exact_rounding(v, e):
     """Rows v known within e as they are; the bound takes in half a step, or all of a row that counts as zero."""
     v = np.where(np.isfinite(v).all(axis=1, keepdims=True), v, np.nan)
@@ -99,27 +115,38 @@ def exact_rounding(v, e):
     return v, e + HALF * (most + error) / 127 + np.where(most - error < 2 * TINY, 2 * TINY, FLUSH)
 
 
-ROUNDING = {"int8": int8_rounding, "exact": exact_rounding}
+ROUNDING = {"int8": int8_rounding, "bf16": bf16_rounding, "exact": exact_rounding}
+
+
+def rows(x, form):
+    """Activation rows [M, K] as a form of the layer sees them: value and bound."""
+    x = x.astype(np.float32).astype(np.float64)
+    if form == "int8":
+        return dequantize(*quantize_rows(x)), np.zeros(x.shape)
+    value, bound = ROUNDING[form](x, np.zeros(x.shape))
+    return value, bound
 
 
 def weights(w, form):
     """A matrix [N, K] as a form of the layer sees it: value and bound."""
-    if form == "int8":
-        return dequantize(*quantize_rows(w)), np.zeros(w.shape)
-    w = w.astype(np.float64)
-    return exact_rounding(w, np.zeros(w.shape))
+    return rows(w, form)
 
 
-def product(x, w, bias=None):
-    """x [M, K] times w [N, K], each with its bound, plus bias [N]: fma(float(sum), w_scale * x_scale, bias)."""
+def product(x, w, bias=None, form="int8"):
+    """x [M, K] times w [N, K], each with its bound, plus bias [N], in the arithmetic of the form's core."""
     (x, ex), (w, ew) = x, w
     k = x.shape[1]
     bias = 0.0 if bias is None else bias.astype(np.float64)
     s = x @ w.T
     y = s + bias
-    e = np.abs(x) @ (ew + k * 2.0**-52 * np.abs(w)).T
+    mass = np.abs(x) @ np.abs(w).T
+    e = np.abs(x) @ ew.T + k * 2.0**-52 * mass
     if ex.any():
         e += ex @ (ew + np.abs(w)).T
+    if form == "bf16":
+        # A term passes at most 16 fma of its chain, even + odd, and one sum for each 32 of K; each may flush.
+        e += (17 + -(-k // 32)) * U * SLACK * (mass + e) + 2 * k * FLUSH
+        return y, (e + U * (np.abs(y) + e)) * SLACK + FLUSH
     # Rounded: the sum, the product of the scales, the fma. Flushed: the product of the scales, the fma.
     rounded = 2 * U * (np.abs(s) + e) + U * (np.abs(y) + e)
     return y, (e + rounded) * SLACK + (127.0 * 127.0 * k + 1) * FLUSH
@@ -183,8 +210,8 @@ def activation(act, gate, up=None):
 
 def gate_up(x, expert, act, form="int8"):
     """The intermediate rows [M, I] of quantized or original rows x (value and bound)."""
-    gate = product(x, weights(expert.gate, form), expert.gate_bias)
-    up = product(x, weights(expert.up, form), expert.up_bias)
+    gate = product(x, weights(expert.gate, form), expert.gate_bias, form)
+    up = product(x, weights(expert.up, form), expert.up_bias, form)
     return activation(act, gate, up)
 
 
@@ -200,28 +227,23 @@ def moe_layer(x, ids, route, experts, act, form="int8"):
     route : array [M, top_k]
     experts : sequence of Expert, or a dict
     act : ktcy.config.Activation
-    form : {"int8", "exact"}
-        Follow the int8 scheme, or keep the original weights and activations.
+    form : str
+        A key of `ROUNDING`: follow the scheme of a format, or keep the original weights and activations.
 
     Returns
     -------
     (out, bound) : float64 [M, H]
-        Float32 kernels of the int8 scheme give something within bound of out. `stored` adds what rounding to
+        Float32 kernels of the scheme give something within bound of out. `stored` adds what rounding to
         the caller's dtype does.
     """
     rounding = ROUNDING[form]
-    x = x.astype(np.float32).astype(np.float64)
     route = route.astype(np.float32).astype(np.float64)
     out, bound, mass = (np.zeros(x.shape) for _ in range(3))
-    if form == "int8":
-        x = dequantize(*quantize_rows(x)), np.zeros(x.shape)
-    else:
-        x = rounding(x, np.zeros(x.shape))
+    x = rows(x, form)
     for e in np.unique(ids[ids >= 0]):
         token, slot = np.nonzero(ids == e)
-        rows = x[0][token], x[1][token]
-        h = rounding(*gate_up(rows, experts[e], act, form))
-        y, ey = product(h, weights(experts[e].down, form), experts[e].down_bias)
+        h = rounding(*gate_up((x[0][token], x[1][token]), experts[e], act, form))
+        y, ey = product(h, weights(experts[e].down, form), experts[e].down_bias, form)
         r = route[token, slot][:, None]
         np.add.at(out, token, r * y)
         np.add.at(bound, token, np.abs(r) * ey)

@@ -74,6 +74,18 @@ def tiles(rows):
     return model
 
 
+def bf16_tiles(rows):
+    def model(a, b):
+        x = a.reshape(32, 32)[:rows].astype(F32)
+        w = b.reshape(2, 16, 16, 2).transpose(0, 2, 1, 3).reshape(32, 32).astype(F32)
+        chains = [np.zeros((rows, 32), F32), np.zeros((rows, 32), F32)]
+        for k in range(32):
+            chains[k % 2] = fma(x[:, k, None], w[None, :, k], chains[k % 2])
+        return added(1)(np.zeros((rows, 32), F32), added(1)(*chains))
+
+    return model
+
+
 # Operation: types of the inputs, type of the output, model.
 MODELS = {
     "vf32_add": (F32, F32, added(1)),
@@ -104,6 +116,8 @@ MODELS = {
     "vi32_dot_s8": (I32, I32, dot),
     "tile_dot_s8": (np.int8, I32, tiles(32)),
     "tile_dot_s8_half": (np.int8, I32, tiles(16)),
+    "tile_dot_bf16": (ml_dtypes.bfloat16, F32, bf16_tiles(32)),
+    "tile_dot_bf16_half": (ml_dtypes.bfloat16, F32, bf16_tiles(16)),
 }
 
 

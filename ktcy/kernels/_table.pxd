@@ -1,4 +1,4 @@
-from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 
 cdef extern from "table.h" nogil:
@@ -9,6 +9,7 @@ cdef extern from "table.h" nogil:
         KT_F32
         KT_F16
         KT_BF16
+        KT_CODES
 
     ctypedef enum kt_gate:
         KT_SWIGLU
@@ -34,17 +35,29 @@ cdef extern from "table.h" nogil:
         const void *scale
         const float *bias
         const void *next
+        void *work
+
+    ctypedef struct kt_source:
+        const void *values
+        kt_dtype dtype
+        int64_t row_stride, col_stride
+        const void *scale
+        const uint8_t *zero
+        int64_t scale_stride, zero_stride
 
     ctypedef struct kt_format:
         const char *name
         const char *layout
-        int64_t few_rows
+        const char *codes
+        const char *scale
+        int64_t group, zero, few_rows
         int64_t weight_bytes(int64_t k) noexcept nogil
         int64_t scale_bytes(int64_t k) noexcept nogil
         int64_t row_bytes(int64_t k) noexcept nogil
+        int64_t panel_bytes(int64_t k) noexcept nogil
+        int64_t work_bytes(int64_t k) noexcept nogil
         int64_t pack_work(int64_t k) noexcept nogil
-        int64_t pack(const void *src, kt_dtype dtype, int64_t row_stride, int64_t col_stride, int64_t n, int64_t k,
-                     void *weight, void *scale, void *work) noexcept nogil
+        int64_t pack(const kt_source *src, int64_t n, int64_t k, void *weight, void *scale, void *work) noexcept nogil
         void unpack(const void *weight, const void *scale, int64_t k, float *dst, int64_t ld) noexcept nogil
         void quantize(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta) noexcept nogil
         void tile(const void *row, int64_t k, int64_t r, void *tiles) noexcept nogil

@@ -55,6 +55,13 @@ def _packed(name, array, shape, dtype):
     return array
 
 
+def _of_shape(name, array, shape, dtype):
+    if array is None or array.dtype != dtype or array.shape != shape:
+        found = None if array is None else f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"{name} must be {np.dtype(dtype)} {list(shape)}, not {found}")
+    return array
+
+
 def _numbers(name, values, dtype, count, limit=None):
     values = np.ascontiguousarray(values, dtype)
     if values.shape != (count,) or (limit is not None and count and not 0 <= values.min() <= values.max() < limit):
@@ -190,33 +197,75 @@ cdef class Format:
         """Bytes of the scales of one block of 16 rows of K values."""
         return self.fmt.scale_bytes(k)
 
-    def pack(self, src, weight, scale):
-        """Quantizes a matrix.
+    @property
+    def codes(self):
+        """Kind of the codes that `pack` takes (weights/quantized.py), or None: it takes floats."""
+        return None if self.fmt.codes == NULL else self.fmt.codes.decode()
+
+    @property
+    def code_scale(self):
+        """Name of the dtype of the codes' scales, or None."""
+        return None if self.fmt.scale == NULL else self.fmt.scale.decode()
+
+    @property
+    def group(self):
+        """So many values of K share one of the codes' scales; 0 means all of a row."""
+        return self.fmt.group
+
+    @property
+    def zero(self):
+        """Whether the codes have zero points."""
+        return bool(self.fmt.zero)
+
+    def pack(self, src, weight, scale, code_scale=None, zero=None):
+        """Quantizes a matrix of floats, or packs one of codes as it is.
 
         Parameters
         ----------
         src : numpy.ndarray
-            [N, K] float32, float16 or bfloat16, any strides.
+            [N, K] float32, float16 or bfloat16, any strides; uint8 for a format of codes.
         weight : numpy.ndarray
             uint8 [ceil(N / 16), weight_bytes(K)], rows contiguous, written.
         scale : numpy.ndarray
             uint8 [ceil(N / 16), scale_bytes(K)], rows contiguous, written.
+        code_scale : numpy.ndarray, optional
+            [N, ceil(K / group)] of dtype `code_scale`, for codes.
+        zero : numpy.ndarray, optional
+            uint8, of the same shape, for codes that have zero points.
 
         Raises
         ------
         ValueError
             For shapes that do not fit, or a value that is not finite; ``row`` and ``column`` are in the message.
+        TypeError
+            For floats where codes are expected, or the reverse.
         """
         cdef kt_thread state
+        cdef kt_source rows
         if src.ndim != 2:
             raise ValueError(f"a matrix [N, K] is expected, not {src.ndim} dimensions")
-        cdef int code = dtype_code(src.dtype)
+        if (src.dtype == np.uint8) != (self.fmt.codes != NULL):
+            raise TypeError(f"{self.name} packs {self.codes or 'float'} values, not {src.dtype}")
         cdef int64_t n = src.shape[0], k = src.shape[1], size = src.itemsize, bad = 0, row = 0, step
         if k < 1 or k > KT_MAX_K:
             raise ValueError(f"K must be from 1 to {KT_MAX_K}, not {k}")
-        cdef int64_t row_stride, col_stride, weight_stride, scale_stride
-        cdef uintptr_t source = address(src), w, s
-        row_stride, col_stride = _strides(src)
+        cdef int64_t weight_stride, scale_stride, code_size = 0
+        cdef uintptr_t source = address(src), w, s, codes = 0, zeros = 0
+        rows.dtype = KT_CODES if self.fmt.codes != NULL else <kt_dtype>dtype_code(src.dtype)
+        rows.row_stride, rows.col_stride = _strides(src)
+        rows.scale_stride = rows.zero_stride = 0
+        if self.fmt.codes != NULL:
+            groups = (n, 1 if self.fmt.group == 0 else -(-k // self.fmt.group))
+            if code_scale.dtype.name != self.code_scale or code_scale.shape != groups:
+                raise ValueError(
+                    f"code_scale must be {self.code_scale} {list(groups)}, not {code_scale.dtype} "
+                    f"{list(code_scale.shape)}"
+                )
+            code_scale = np.ascontiguousarray(code_scale)
+            codes, code_size, rows.scale_stride = address(code_scale), code_scale.itemsize, groups[1]
+            if self.fmt.zero:
+                zero = np.ascontiguousarray(_of_shape("zero", zero, groups, np.uint8))
+                zeros, rows.zero_stride = address(zero), groups[1]
         blocks = (n + KT_BLOCK - 1) // KT_BLOCK
         w, weight_stride = _blocks("weight", weight, blocks, self.fmt.weight_bytes(k))
         s, scale_stride = _blocks("scale", scale, blocks, self.fmt.scale_bytes(k))
@@ -227,8 +276,10 @@ cdef class Format:
             self.kernels.table.begin(&state)
             while row < n and not bad:
                 step = min(n - row, KT_BLOCK)
-                bad = self.fmt.pack(<void *>(source + row * row_stride * size), <kt_dtype>code, row_stride,
-                                    col_stride, step, k, <void *>w, <void *>s, work)
+                rows.values = <void *>(source + row * rows.row_stride * size)
+                rows.scale = <void *>(codes + row * rows.scale_stride * code_size)
+                rows.zero = <const uint8_t *>(zeros + row * rows.zero_stride)
+                bad = self.fmt.pack(&rows, step, k, <void *>w, <void *>s, work)
                 if not bad:
                     row += KT_BLOCK
                     w += weight_stride
@@ -364,8 +415,11 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
     """Fills g; returns the arrays it points into."""
     rows, scales, sums = x if isinstance(x, tuple) else fmt.quantize(x)
     cdef int64_t count = len(rows), k, i, row, padded
-    k = rows.shape[1] if isinstance(x, tuple) else (x.shape[1] + KT_KPAD - 1) // KT_KPAD * KT_KPAD
-    cdef int64_t width = fmt.fmt.row_bytes(k)
+    if isinstance(x, tuple):
+        k = rows.shape[1] // (fmt.fmt.row_bytes(KT_KPAD) // KT_KPAD)
+    else:
+        k = (x.shape[1] + KT_KPAD - 1) // KT_KPAD * KT_KPAD
+    cdef int64_t width = fmt.fmt.row_bytes(k), tile = fmt.fmt.panel_bytes(k)
     blocks = len(weight)
     meta = np.empty(count, [("scale", np.float32), ("sum", np.int32)])
     meta["scale"], meta["sum"] = scales, sums
@@ -379,6 +433,9 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
     g.x, g.meta = <void *>address(rows), <kt_meta *>address(meta)
     g.weight, g.scale = <void *>address(weight), <void *>address(scale)
     g.index, g.tiles, g.bias, g.next = NULL, NULL, NULL, NULL
+    work = np.empty(fmt.fmt.work_bytes(k), np.uint8)
+    kept.append(work)
+    g.work = <void *>address(work)
     if bias is not None:
         kept.append(_packed("bias", bias, (blocks, KT_BLOCK), np.float32))
         g.bias = <float *>address(bias)
@@ -388,7 +445,7 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
         g.m, g.index = len(index), <int32_t *>address(index)
     if tiles:
         padded = (g.m + KT_BLOCK - 1) // KT_BLOCK * KT_BLOCK
-        panel = np.empty(padded * width, np.uint8)
+        panel = np.empty(padded * tile, np.uint8)
         kept.append(panel)
         g.tiles = <void *>address(panel)
         for i in range(padded):

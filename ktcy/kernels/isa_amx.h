@@ -19,46 +19,51 @@ KT_INLINE void kt_tiles_begin(void) {
 }
 KT_INLINE void kt_tiles_end(void) { _tile_release(); }
 
-/* c[r][n] = sum_k x[r][k] w[n][k] for m <= 32 rows of tiles x, two blocks w0 and w1. Four dots share four
- * tile loads; next is what the caller reads next, fetched into L2 a share each step; between does the caller's
- * vector work, 32 rows over all steps. */
-KT_INLINE void s8_tiles(const int8_t *x, int64_t m, const int8_t *w0, const int8_t *w1, int64_t k, int32_t (*c)[32],
-                        const int8_t *next, int64_t next_lines, void (*between)(void *, int64_t), void *ctx) {
-    const int8_t *lower = x + 16 * k;
-    const int64_t share = (32 * 64 + k - 1) / k;
+/* c[r][n] = sum over steps of 64 bytes of K, m <= 32 rows of tiles x (the lower 16 rows at x + lower), the lines of two
+ * blocks w0 and w1. int8 and int32, or bfloat16 and float32. Four dots share four tile loads; next is what the caller
+ * reads next, fetched into L2 a share each step; between does the caller's vector work, `rows` each step. */
+KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const void *w0, const void *w1,
+                        int64_t steps, int32_t (*c)[32], const char *next, int64_t share,
+                        void (*between)(void *, int64_t), void *ctx, int64_t rows) {
+#define KT_TILE_DOT(c, a, b) \
+    if (bf16) \
+        _tile_dpbf16ps(c, a, b); \
+    else \
+        _tile_dpbssd(c, a, b)
     __asm__ volatile("" : : : "memory"); /* gcc's _tile_loadd does not say that it reads memory */
     _tile_zero(0);
     _tile_zero(1);
     if (m > 16) {
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t i = 0; i < 16 * k; i += 1024) {
-            _tile_loadd(4, x + i, 64);
-            _tile_loadd(6, w0 + i, 64);
-            _tile_dpbssd(0, 4, 6);
-            _tile_loadd(7, w1 + i, 64);
-            _tile_dpbssd(1, 4, 7);
-            _tile_loadd(5, lower + i, 64);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
-            for (int64_t j = 0; j < next_lines; j++, next += 64)
+        for (int64_t i = 0; i < 1024 * steps; i += 1024) {
+            _tile_loadd(4, (const char *)x + i, 64);
+            _tile_loadd(6, (const char *)w0 + i, 64);
+            KT_TILE_DOT(0, 4, 6);
+            _tile_loadd(7, (const char *)w1 + i, 64);
+            KT_TILE_DOT(1, 4, 7);
+            _tile_loadd(5, (const char *)x + lower + i, 64);
+            KT_TILE_DOT(2, 5, 6);
+            KT_TILE_DOT(3, 5, 7);
+            for (int64_t j = 0; j < share; j++, next += 64)
                 _mm_prefetch((const char *)next, _MM_HINT_T1);
-            between(ctx, share);
+            between(ctx, rows);
         }
         _tile_stored(2, c[16], 128);
         _tile_stored(3, &c[16][16], 128);
     } else {
-        for (int64_t i = 0; i < 16 * k; i += 1024) {
-            _tile_loadd(4, x + i, 64);
-            _tile_loadd(6, w0 + i, 64);
-            _tile_dpbssd(0, 4, 6);
-            _tile_loadd(7, w1 + i, 64);
-            _tile_dpbssd(1, 4, 7);
-            for (int64_t j = 0; j < next_lines; j++, next += 64)
+        for (int64_t i = 0; i < 1024 * steps; i += 1024) {
+            _tile_loadd(4, (const char *)x + i, 64);
+            _tile_loadd(6, (const char *)w0 + i, 64);
+            KT_TILE_DOT(0, 4, 6);
+            _tile_loadd(7, (const char *)w1 + i, 64);
+            KT_TILE_DOT(1, 4, 7);
+            for (int64_t j = 0; j < share; j++, next += 64)
                 _mm_prefetch((const char *)next, _MM_HINT_T1);
-            between(ctx, share);
+            between(ctx, rows);
         }
     }
+#undef KT_TILE_DOT
     _tile_stored(0, c[0], 128);
     _tile_stored(1, &c[0][16], 128);
 }

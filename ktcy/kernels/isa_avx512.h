@@ -65,6 +65,9 @@ KT_INLINE vi32 vi32_dot_finish(vi32 acc, int32_t sum) { return acc; }
 #define KT_S8_ROWS 8
 #define KT_S8_BLOCKS 2
 
+/* Rows of the bf16 core at once: three accumulators each. */
+#define KT_BF16_ROWS 4
+
 #define KT_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 
 KT_INLINE uint32_t kt_csr_get(void) { return _mm_getcsr(); }

@@ -251,17 +251,43 @@ __attribute__((unused)) static void emu_tile_dpbssd(int dst, int a, int b) {
         emu_storeu_si512(c->byte[m], sum);
     }
 }
+/* c[m][n] += (even chain) + (odd chain) of fma over i: a[m][2i + j] * b[i][2n + j] in float32. */
+__attribute__((unused)) static void emu_tile_dpbf16ps(int dst, int a, int b) {
+    emu_tile *c = emu_tile_at(dst);
+    const emu_tile *x = emu_tile_at(a), *w = emu_tile_at(b);
+    const __m256i top = _mm256_set1_epi32((int)0xffff0000);
+    for (int m = 0; m < 16; m++) {
+        emu_m512 chain[2] = {emu_set1_ps(0), emu_set1_ps(0)};
+        for (int i = 0; i < 16; i++) {
+            int32_t two;
+            memcpy(&two, x->byte[m] + 4 * i, 4);
+            const __m256i v = _mm256_set1_epi32(two);
+            const emu_m512i line = emu_loadu_si512(w->byte[i]);
+            const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+            const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(v, top));
+            const emu_m512 w_even = {_mm256_castsi256_ps(_mm256_slli_epi32(line.lo, 16)),
+                                     _mm256_castsi256_ps(_mm256_slli_epi32(line.hi, 16))};
+            const emu_m512 w_odd = {_mm256_castsi256_ps(_mm256_and_si256(line.lo, top)),
+                                    _mm256_castsi256_ps(_mm256_and_si256(line.hi, top))};
+            chain[0] = emu_fmadd_ps(w_even, (emu_m512){even, even}, chain[0]);
+            chain[1] = emu_fmadd_ps(w_odd, (emu_m512){odd, odd}, chain[1]);
+        }
+        emu_storeu_ps(c->byte[m], emu_add_ps(emu_loadu_ps(c->byte[m]), emu_add_ps(chain[0], chain[1])));
+    }
+}
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbssd
+#undef _tile_dpbf16ps
 #define _tile_loadconfig emu_loadconfig
 #define _tile_release emu_tile_release
 #define _tile_zero emu_tile_zero
 #define _tile_loadd emu_tile_loadd
 #define _tile_stored emu_tile_stored
 #define _tile_dpbssd emu_tile_dpbssd
+#define _tile_dpbf16ps emu_tile_dpbf16ps
 
 #endif

@@ -3,7 +3,7 @@
 #define KT_OPS_H
 
 #include "activation.h"
-#include "gemm.h"
+#include "gemm_s8.h"
 #include "rows.h"
 
 #define KT_OPS(X) \
@@ -39,13 +39,16 @@
                                       ((const int32_t *)c)[1]))) \
     KT_TILE_OPS(X)
 
-/* A is 32 x 64 activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */
+/* A is 32 rows x 64 bytes of activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */
 #ifdef KT_HAVE_TILES
+#define KT_TILE_OP(X, name, bf16, m) \
+    X(name, 2048, 2048, 0, 128 * m, \
+      kt_tiles(bf16, a, 1024, m, b, (const char *)b + 1024, 1, (int32_t(*)[32])out, b, 0, op_idle, NULL, 0))
 #define KT_TILE_OPS(X) \
-    X(tile_dot_s8, 2048, 2048, 0, 4096, \
-      s8_tiles(a, 32, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0, op_idle, NULL)) \
-    X(tile_dot_s8_half, 2048, 2048, 0, 2048, \
-      s8_tiles(a, 16, b, (const int8_t *)b + 1024, 64, (int32_t(*)[32])out, b, 0, op_idle, NULL))
+    KT_TILE_OP(X, tile_dot_s8, 0, 32) \
+    KT_TILE_OP(X, tile_dot_s8_half, 0, 16) \
+    KT_TILE_OP(X, tile_dot_bf16, 1, 32) \
+    KT_TILE_OP(X, tile_dot_bf16_half, 1, 16)
 #else
 #define KT_TILE_OPS(X)
 #endif

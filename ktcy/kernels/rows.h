@@ -45,6 +45,42 @@ KT_INLINE vf32 kt_load_tail(const void *src, kt_dtype dtype, int64_t i, int64_t 
     return kt_load16(buffer, dtype);
 }
 
+static const char *kt_source_row(const kt_source *src, int64_t r) {
+    return (const char *)src->values + r * src->row_stride * kt_size(src->dtype);
+}
+
+/* Sixteen strided rows as contiguous float32; missing rows are not touched. */
+static void kt_gather_rows(const kt_source *src, int64_t n, int64_t k, float *dst, int64_t ld) {
+    const int64_t size = kt_size(src->dtype);
+    for (int64_t j = 0; j < k; j++) {
+        char values[64] = {0};
+        float wide[16];
+        for (int64_t r = 0; r < n; r++)
+            memcpy(values + r * size, kt_source_row(src, r) + j * src->col_stride * size, (size_t)size);
+        vf32_store(wide, kt_load16(values, src->dtype));
+        for (int64_t r = 0; r < n; r++)
+            dst[r * ld + j] = wide[r];
+    }
+}
+
+/* Bits of the largest magnitude; NaN and inf compare above every finite value. */
+#define KT_NOT_FINITE 0x7f800000
+KT_INLINE int32_t kt_absmax(const void *src, kt_dtype dtype, int64_t k) {
+    vi32 most = vi32_set1(0);
+    for (int64_t i = 0; i < k; i += 16)
+        most = vi32_max(most, vi32_and(vf32_bits(kt_load_tail(src, dtype, i, k)), vi32_set1(0x7fffffff)));
+    return vi32_hmax(most);
+}
+
+/* Where row r has its first value that is not finite, or k. */
+static int64_t kt_not_finite(const kt_source *src, int64_t r, int64_t k) {
+    int64_t j = 0;
+    while (j < k && kt_absmax(kt_source_row(src, r) + j * src->col_stride * kt_size(src->dtype), src->dtype, 1) <
+                        KT_NOT_FINITE)
+        j++;
+    return j;
+}
+
 static void kt_store_row(const float *src, int64_t n, kt_dtype dtype, void *dst) {
     for (int64_t i = 0; i < n; i += 16) {
         char *p = (char *)dst + i * kt_size(dtype);

@@ -19,8 +19,18 @@
  *   A row with NaN or inf gets scale NaN and zeros, so every product of that token is NaN and no other is.
  *   Tiles: rows in tiles of 16 x 64 bytes, [M/16][K/64][16][64]; rows past M are zero.
  *
- * Product: y = fma((float)sum_k x_q w_q, w_scale * x_scale, bias), the sum exact in int32, so every
- * variant, path and order gives the same bits. All float maths runs with FTZ and DAZ set (begin).
+ * Product of the int8 core: y = fma((float)sum_k x_q w_q, w_scale * x_scale, bias), the sum exact in int32, so
+ * every variant, path and order gives the same bits. All float maths runs with FTZ and DAZ set (begin).
+ *
+ * The bf16 core multiplies activations and weights in bfloat16 in one order, that of AMX: for each 32 values of K
+ * the even and the odd positions are two chains of fma from zero, and acc = acc + (even + odd), ascending K. Products
+ * are exact in float32. y = acc + bias.
+ * Its activation rows are K float32 that are bfloat16 values (rounded to nearest even; a value that rounds to inf
+ * counts as inf, and a row with NaN or inf is all NaN). Tiles: on AMX 16 x 64 bytes as above, of bfloat16; elsewhere
+ * 16 x 128 bytes of float32.
+ *
+ * bf16-n16k2-v1: block = K/2 lines of 64 bytes; line k holds for row n = 0..15 the bfloat16 W[n, 2k], W[n, 2k + 1].
+ *   No scales. Floats are rounded to nearest even; one that rounds to inf counts as not finite.
  */
 #ifndef KT_TABLE_H
 #define KT_TABLE_H
@@ -28,15 +38,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KT_CAPSULE "ktcy.kernels.v1"
+#define KT_CAPSULE "ktcy.kernels.v2"
 #define KT_BLOCK 16
 #define KT_KPAD 64
 #define KT_TINY 0x1p-118f
 /* 127 * 127 * K must stay below 2^31. */
 #define KT_MAX_K 131072
 
-typedef enum { KT_F32, KT_F16, KT_BF16 } kt_dtype;
-static inline int64_t kt_size(kt_dtype dtype) { return dtype == KT_F32 ? 4 : 2; }
+/* KT_CODES: one code of a quantized format a byte. */
+typedef enum { KT_F32, KT_F16, KT_BF16, KT_CODES } kt_dtype;
+static inline int64_t kt_size(kt_dtype dtype) { return dtype == KT_F32 ? 4 : dtype == KT_CODES ? 1 : 2; }
 
 /* swiglu: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha * g) * (u + offset).
  *   SwiGLU is alpha 1, limit inf, offset 0; swigluoai (gpt-oss) alpha 1.702, limit 7, offset 1.
@@ -65,21 +76,37 @@ typedef struct {
     const void *weight, *scale;
     const float *bias; /* per packed row, or NULL */
     const void *next;  /* weights that the same thread reads after these, fetched meanwhile; or NULL */
+    void *work;        /* work_bytes(k) of scratch for weights that are decoded once for all rows */
 } kt_gemm;
+
+/* Rows of a matrix to pack: floats, or codes with their scales as the format stores them. Strides in elements. */
+typedef struct {
+    const void *values;
+    kt_dtype dtype;
+    int64_t row_stride, col_stride;
+    const void *scale; /* [n][ceil(k / group)] */
+    const uint8_t *zero;
+    int64_t scale_stride, zero_stride;
+} kt_source;
 
 typedef struct {
     const char *name, *layout;
+    /* What pack takes: codes of this kind, whose scales of this dtype hold for group values of K (0: a row), and
+     * zero points if zero; codes NULL: floats. Names as of weights/quantized.py. */
+    const char *codes, *scale;
+    int64_t group, zero;
     int64_t few_rows; /* up to here rows are read through index; above, tiles are faster */
 
     int64_t (*weight_bytes)(int64_t k);
     int64_t (*scale_bytes)(int64_t k);
-    int64_t (*row_bytes)(int64_t k);
+    int64_t (*row_bytes)(int64_t k);  /* of an activation row */
+    int64_t (*panel_bytes)(int64_t k); /* of one row of a tile panel */
+    int64_t (*work_bytes)(int64_t k); /* of kt_gemm.work */
 
-    /* Quantizes n <= 16 rows of k values into one block; missing rows are zero. Strides in elements.
-     * work: pack_work(k) bytes. Returns 0, or 1 + n * k + k' for the first value that is not finite. */
+    /* Packs n <= 16 rows of k values into one block; missing rows are zero. work: pack_work(k) bytes.
+     * Returns 0, or 1 + n * k + k' for the first value that is not finite. */
     int64_t (*pack_work)(int64_t k);
-    int64_t (*pack)(const void *src, kt_dtype dtype, int64_t row_stride, int64_t col_stride, int64_t n, int64_t k,
-                    void *weight, void *scale, void *work);
+    int64_t (*pack)(const kt_source *src, int64_t n, int64_t k, void *weight, void *scale, void *work);
     /* The block's float32 values, [16][ld]. */
     void (*unpack)(const void *weight, const void *scale, int64_t k, float *dst, int64_t ld);
 

@@ -42,9 +42,10 @@ static uint64_t kt_probe_read(const void *p, int64_t bytes) {
     return (uint32_t)vi32_hsum(vi32_add(vi32_add(sum[0], sum[1]), vi32_add(sum[2], sum[3])));
 }
 
-#define KT_FORMAT_ROW(f, layout) \
-    {#f,       layout,       KT_FEW_ROWS, f##_weight_bytes, f##_scale_bytes, f##_row_bytes, f##_pack_work, \
-     f##_pack, f##_unpack, f##_quantize, f##_tile,         f##_gate_up,     f##_down},
+#define KT_FORMAT_ROW(f, rows, layout, codes, scale, group, zero) \
+    {#f, layout, codes, scale, group, zero, KT_FEW_ROWS, f##_weight_bytes, f##_scale_bytes, rows##_row_bytes, \
+     rows##_panel_bytes, f##_work_bytes, f##_pack_work, f##_pack, f##_unpack, rows##_quantize, rows##_tile, \
+     f##_gate_up, f##_down},
 static const kt_format kt_formats[] = {KT_FORMATS(KT_FORMAT_ROW)};
 
 static const kt_kernels kt_table = {

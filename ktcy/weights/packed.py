@@ -32,6 +32,7 @@ from .. import kernels
 from .._version import __version__
 from ..config import Activation, LayerShape
 from ._header import Tensor, read_header, what_folder
+from .quantized import Quantized
 
 FILE_VERSION = 1
 PAGE = 4096
@@ -91,7 +92,8 @@ def pack_expert(fmt, expert, out):
     ----------
     fmt : Format
     expert : object
-        ``gate, up [I, H]`` and ``down [H, I]``, arrays of any strides, dtype float32, float16 or bfloat16;
+        ``gate, up [I, H]`` and ``down [H, I]``, arrays of any strides, dtype float32, float16 or bfloat16, or
+        `Quantized`;
         ``gate_bias, up_bias [I]``, ``down_bias [H]`` or None; ``source``, a dict of what to call each in errors.
     out : dict of str to ndarray
         Where to: the tensors of one expert, named as in the file.
@@ -110,7 +112,11 @@ def pack_expert(fmt, expert, out):
     ):
         weight, scale = out[f"{part}.weight"][blocks], out[f"{part}.scale"][blocks]
         try:
-            fmt.pack(getattr(expert, name), weight, scale)
+            matrix = getattr(expert, name)
+            if fmt.codes is None:
+                fmt.pack(matrix.dequantize() if isinstance(matrix, Quantized) else matrix, weight, scale)
+            else:
+                fmt.pack(matrix.codes, weight, scale, matrix.scale, matrix.zero)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{expert.source[name]}: {error}") from None
         if f"{part}.bias" in out:
