@@ -1,5 +1,6 @@
 """Tiny Mixture-of-Experts models, made, seeded and saved by transformers."""
 
+import json
 import logging
 import re
 
@@ -23,9 +24,32 @@ _DEEPSEEK = dict(
 _MODELS = {
     "qwen2_moe": ("Qwen2Moe", "num_experts", "moe_intermediate_size", dict(decoder_sparse_step=2)),
     "qwen3_moe": ("Qwen3Moe", "num_experts", "moe_intermediate_size", dict(mlp_only_layers=[1], head_dim=16)),
+    "qwen3_next": (
+        "Qwen3Next",
+        "num_experts",
+        "moe_intermediate_size",
+        dict(
+            mlp_only_layers=[1],
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            shared_expert_intermediate_size=16,
+        ),
+    ),
     "mixtral": ("Mixtral", "num_local_experts", "intermediate_size", {}),
     "deepseek_v2": ("DeepseekV2", "n_routed_experts", "moe_intermediate_size", _DEEPSEEK),
     "deepseek_v3": ("DeepseekV3", "n_routed_experts", "moe_intermediate_size", _DEEPSEEK),
+    # Kimi-K2 is DeepSeek-V3 under another name; transformers has no class of its own for it.
+    "kimi_k2": ("DeepseekV3", "n_routed_experts", "moe_intermediate_size", _DEEPSEEK),
+    "deepseek_v4": (
+        "DeepseekV4",
+        "n_routed_experts",
+        "moe_intermediate_size",
+        dict(head_dim=16, q_lora_rank=16, o_lora_rank=16, o_groups=2),
+    ),
     "olmoe": ("Olmoe", "num_experts", "intermediate_size", {}),
     "glm4_moe": (
         "Glm4Moe",
@@ -34,6 +58,19 @@ _MODELS = {
         dict(first_k_dense_replace=1, intermediate_size=80, head_dim=16, n_group=1, topk_group=1),
     ),
     "phimoe": ("Phimoe", "num_local_experts", "intermediate_size", {}),
+    "minimax_m2": ("MiniMaxM2", "num_local_experts", "intermediate_size", dict(head_dim=16, rotary_dim=8)),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLText",
+        "num_local_experts",
+        "intermediate_size",
+        dict(
+            head_dim=16,
+            rotary_dim=8,
+            dense_intermediate_size=80,
+            shared_intermediate_size=32,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+        ),
+    ),
     "llama4_text": (
         "Llama4Text",
         "num_local_experts",
@@ -86,7 +123,7 @@ def make(
     Parameters
     ----------
     architecture : str
-        One of `ARCHITECTURES`: the model_type; "llama4" is the multimodal one.
+        One of `ARCHITECTURES`: the model_type in ``config.json``; "llama4" is the multimodal one.
     tmpdir : path-like
         Parent of the folder to save in.
     **save
@@ -115,7 +152,7 @@ def make(
         config = transformers.Llama4Config(text_config=config.to_dict(), vision_config=_VISION)
         model_class = transformers.Llama4ForConditionalGeneration
     else:
-        model_class = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+        model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
     torch.manual_seed(seed)
     model = model_class(config).eval()
     for name, parameter in model.named_parameters():
@@ -126,6 +163,9 @@ def make(
     model.config.dtype = dtype
     path = tmpdir / f"{architecture}-{len(list(tmpdir.iterdir()))}"
     model.save_pretrained(path, **save)
+    if architecture == "kimi_k2":
+        settings = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**settings, "model_type": architecture}))
     return model, path
 
 

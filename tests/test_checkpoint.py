@@ -124,7 +124,8 @@ def test_every_architecture_has_a_model():
 def test_saved_model_reads_back(architecture, made):
     model, path = made(architecture)
     with Checkpoint(path) as checkpoint:
-        assert checkpoint.architecture == model.config.get_text_config().model_type
+        assert checkpoint.architecture == {"llama4": "llama4_text"}.get(architecture, architecture)
+        assert checkpoint.kind == "bf16"
         assert checkpoint.shape == LayerShape(4, 2, 64, 48)
         assert_same_as_module(checkpoint, model)
 
@@ -189,7 +190,14 @@ def test_orientation_is_told_when_one_shape_fits_both(architecture, sizes, tmp_p
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtype_is_kept(dtype, tmp_path):
     tensors = weights(DTYPES[dtype])
-    assert_holds(write(tmp_path, tensors), tensors)
+    kind = assert_holds(write(tmp_path, tensors), tensors).kind
+    assert kind == {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+
+
+def test_kind_is_the_widest_dtype(tmp_path):
+    tensors = weights(np.float16)
+    tensors["model.layers.1.mlp.experts.0.up_proj.weight"] = np.ones((I, H), np.float32)
+    assert assert_holds(write(tmp_path, tensors), tensors).kind == "fp32"
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model."])
@@ -232,6 +240,33 @@ def test_mtp_layers_are_ignored(tmp_path):
     tensors = weights(layers=3)
     settings = config(model_type="deepseek_v3", first_k_dense_replace=0, num_experts=None, n_routed_experts=E)
     assert assert_holds(write(tmp_path, tensors, settings), tensors).layers == [0, 1]
+
+
+def test_mtp_layers_with_a_prefix_of_their_own_are_ignored(tmp_path):
+    tensors = weights()
+    extra = weights(layers=1, root="mtp.layers.{}.mlp.experts.")
+    write(tmp_path, {**tensors, **extra}, config(model_type="qwen3_next"))
+    assert assert_holds(tmp_path, tensors).layers == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "changes, layers",
+    [
+        (dict(mlp_layer_types=["dense", "sparse"]), [1]),
+        (dict(moe_layer_freq=[0, 1]), [1]),
+        ({}, [0, 1]),
+    ],
+    ids=str,
+)
+def test_minimax_m3_lists_its_layers(changes, layers, tmp_path):
+    names = dict(gate_proj="w1", up_proj="w3", down_proj="w2")
+    tensors = {k: v for k, v in weights().items() if int(k.split(".")[2]) in layers}
+    for old, new in names.items():
+        tensors = {k.replace(old, new).replace("mlp", "block_sparse_moe"): v for k, v in tensors.items()}
+    settings = config(model_type="minimax_m3_vl_text", intermediate_size=I, **changes)
+    with Checkpoint(write(tmp_path, tensors, settings)) as checkpoint:
+        assert checkpoint.layers == layers
+        assert checkpoint.activation == Activation(alpha=1.702, limit=7, offset=1)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.0.mlp.experts.0"])
@@ -312,10 +347,10 @@ def test_other_dtypes_are_refused_by_name(dtype, tmp_path):
     fails(tmp_path, f"{name} has dtype {dtype}", "BF16, F16, F32", "'fp8'", "model.safetensors")
 
 
-def test_packed_int4_is_refused_by_dtype(tmp_path):
+def test_packed_int4_without_its_config_is_refused(tmp_path):
     """C30 Eight INT4 in an int32 have other names; the dtype says more than the missing names."""
     tensors = {k.replace("weight", "weight_packed"): np.zeros((I, 1), np.int32) for k in weights()}
-    fails(write(tmp_path, tensors), "_proj.weight_packed has dtype I32")
+    fails(write(tmp_path, tensors), "_proj.weight_packed is quantized (weight_packed I32)", "quantization_config")
 
 
 @pytest.mark.parametrize("key", [k for k in config() if k != "num_experts"])
@@ -349,6 +384,7 @@ def test_unknown_model_lists_the_known(name, tmp_path):
         (dict(model_type="deepseek_v2"), "first_k_dense_replace"),
         (dict(model_type="llama4_text", intermediate_size=I, moe_layers=[1, 2]), "moe_layers"),
         (dict(model_type="llama4_text", intermediate_size=I), "interleave_moe_layer_step"),
+        (dict(model_type="minimax_m3_vl_text", intermediate_size=I, moe_layer_freq=[1]), "moe_layer_freq"),
     ],
     ids=str,
 )

@@ -53,8 +53,9 @@ class Block:
         module = copy.deepcopy(self.module).to(dtype)
         if getattr(module, "config", None) is not None:
             module.config._experts_implementation = "eager"
-        if hasattr(module, "alpha"):
-            module.alpha = float(np.float32(module.alpha))
+        for name in ("alpha", "swiglu_alpha"):
+            if hasattr(module, name):
+                setattr(module, name, float(np.float32(getattr(module, name))))
         x, inputs = self.x.to(dtype), (self.ids, self.route.to(dtype))
         if self.llama4:
             rows = torch.zeros(E, len(x), H, dtype=dtype)

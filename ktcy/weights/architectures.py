@@ -58,13 +58,23 @@ def _listed_or_interleaved(config):
     return everything[step - 1 :: step] if step else ()
 
 
+def _sparse(config):
+    """Of MiniMax-M3: ``mlp_layer_types`` ("sparse" or "dense"), or ``moe_layer_freq`` (1 or 0), one a layer."""
+    everything = _all_layers(config)
+    kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq") or ["sparse"] * len(everything)
+    if len(kinds) != len(everything):
+        raise ValueError(f"has {len(kinds)} mlp_layer_types or moe_layer_freq, of a model of {len(everything)} layers")
+    return [layer for layer, kind in zip(everything, kinds) if kind in ("sparse", 1)]
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How one kind of model keeps its experts.
 
     On disk an expert is three matrices ``gate, up [I, H]`` and ``down [H, I]``, called
     ``<prefix>layers.<layer>.<block>.experts.<expert>.<name>.weight``; or all experts of a layer are the two
-    tensors ``experts.gate_up_proj [E, 2I, H]`` and ``experts.down_proj [E, H, I]``, or their transposes.
+    tensors ``experts.gate_up_proj [E, 2I, H]`` and ``experts.down_proj [E, H, I]``, or their transposes. Quantized
+    matrices are several tensors each, of names like these (`schemes`).
 
     Attributes
     ----------
@@ -83,7 +93,7 @@ class Architecture:
     bias : bool
         Gate, up and down have biases.
     mtp : bool
-        Layers past ``num_hidden_layers`` may follow (multi-token prediction); they are not read.
+        Layers past ``num_hidden_layers``, or under ``mtp.``, may follow (multi-token prediction); they are not read.
     activation : str or None
         For `Activation.named`; None means the config's ``hidden_act``.
     """
@@ -118,12 +128,17 @@ ARCHITECTURES = {
     for row in (
         Architecture("qwen2_moe", _by_sparse_step),
         Architecture("qwen3_moe", _by_sparse_step),
+        Architecture("qwen3_next", _by_sparse_step, mtp=True),
         Architecture("mixtral", _all_layers, **_MIXTRAL),
         Architecture("deepseek_v2", _after_first_dense),
         Architecture("deepseek_v3", _after_first_dense, mtp=True),
+        Architecture("deepseek_v4", _all_layers, ("ffn", "mlp"), ("w1", "w3", "w2"), mtp=True),
+        Architecture("kimi_k2", _after_first_dense, mtp=True),
         Architecture("olmoe", _all_layers, intermediate="intermediate_size"),
         Architecture("glm4_moe", _after_first_dense, mtp=True),
         Architecture("phimoe", _all_layers, **_MIXTRAL),
+        Architecture("minimax_m2", _all_layers, mtp=True, **_MIXTRAL),
+        Architecture("minimax_m3_vl_text", _sparse, activation="swigluoai", **_MIXTRAL),
         Architecture("llama4_text", _listed_or_interleaved, ("feed_forward",), intermediate="intermediate_size"),
         Architecture(
             "gpt_oss",

@@ -3,7 +3,8 @@
 Opening reads the config and the headers of the shards and checks everything that they say: sizes of files,
 names, dtypes and shapes of all experts. The weights are read expert by expert into one buffer per thread
 (pread, no mapping): memory does not grow with the model, a file that is cut while it is read is an exception
-and not a SIGBUS, and the arrays are aligned whatever the length of the header.
+and not a SIGBUS, and the arrays are aligned whatever the length of the header. How a matrix is packed is the matter
+of `schemes`; here is where its tensors are.
 """
 
 import contextlib
@@ -13,19 +14,26 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import ml_dtypes
 import numpy as np
 
 from ._header import Tensor, read_header, what_file, what_folder
 from .architectures import PREFIXES, architecture_of, get
+from .quantized import Quantized
+from .schemes import FLOATS, SUFFIXES, Float, Part, fused_name, scheme_of
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_CODES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+# `Checkpoint.kind` of float experts, the narrowest first.
+_FLOAT_KINDS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 INDEX = "model.safetensors.index.json"
 # What one tensor of an expert has in its name; shared experts have "_experts.", routers neither.
 EXPERTS = ".experts."
+FUSED = ("gate_up_proj", "down_proj")
+_SPLIT = re.compile(r"\d+\.\w+\.").match
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 ALIGN = 64
 
@@ -36,18 +44,18 @@ class Expert:
 
     Attributes
     ----------
-    gate, up : ndarray [I, H]
-        float32, float16 or bfloat16, as stored.
-    down : ndarray [H, I]
+    gate, up : ndarray or Quantized [I, H]
+        float32, float16 or bfloat16, as stored; or the codes and scales of a quantized checkpoint.
+    down : ndarray or Quantized [H, I]
     gate_bias, up_bias : ndarray [I] of float32, or None
     down_bias : ndarray [H] of float32, or None
     source : dict of str to str
         For "gate", "up" and "down": the file and tensor it came from, for messages.
     """
 
-    gate: np.ndarray
-    up: np.ndarray
-    down: np.ndarray
+    gate: Union[np.ndarray, Quantized]
+    up: Union[np.ndarray, Quantized]
+    down: Union[np.ndarray, Quantized]
     gate_bias: Optional[np.ndarray]
     up_bias: Optional[np.ndarray]
     down_bias: Optional[np.ndarray]
@@ -55,12 +63,24 @@ class Expert:
 
 
 class _Layer(NamedTuple):
-    """The tensors of a layer by what follows ``experts.``, each with the file and full name it has."""
+    """The tensors of a layer by what follows ``experts.``, each with the file it is in."""
 
     root: str
     tensors: dict
-    fused: bool
+    # "split": one tensor an expert and matrix; "fused": all experts in one, gate over up; "scales": split weights with
+    # fused scales, as transformers 5 saves the FP8 experts that it has fused in memory.
+    form: str
     transposed: bool
+
+
+class _Matrix(NamedTuple):
+    """One matrix [n, k] of a form: what its parts are called in either form, and of how many halves it is made."""
+
+    n: int
+    k: int
+    fused: str
+    names: tuple
+    halves: int = 1
 
 
 class Checkpoint:
@@ -84,15 +104,18 @@ class Checkpoint:
     shape : LayerShape
     activation : Activation
     has_bias : bool
+    kind : str
+        How the experts are stored: "bf16", "fp16" or "fp32" (the widest that occurs), or the ``kind`` of one of
+        `schemes`: "fp8", "fp8_perchannel", "rawint4", "gptq_int4", "awq_int4", "mxfp4", "mxfp8".
     files : dict of str to file
         The shards that hold experts, open; empty after `close`.
 
     Raises
     ------
     ValueError
-        If the folder holds something else, if the model is unknown or stored in another dtype than bfloat16,
-        float16 or float32, if a file is damaged, or if experts are missing, left over or of another shape than
-        the config says. The message names the file and the tensor.
+        If the folder holds something else, if the model or the way it is quantized is unknown, if a file is
+        damaged, or if experts are missing, left over, stored in several ways or of another shape or dtype than the
+        config says. The message names the file and the tensor.
     OSError
         If the folder or a shard is missing or cannot be read.
     """
@@ -117,11 +140,14 @@ class Checkpoint:
             raise ValueError(f"{config_path}: no layer of this model has experts")
         self.has_bias = self._row.bias
 
-        quantization = whole.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        quantization = whole.get("quantization_config") or config.get("quantization_config")
+        self._quantization = quantization if isinstance(quantization, dict) else {}
+        method = self._quantization.get("quant_method")
         self._note = f" (config.json says quant_method {method!r})" if method else ""
+        self._scheme = None
         groups = self._groups(_read_headers(self.path), depth)
         self._layers = {layer: self._layer(layer, groups) for layer in self.layers}
+        self.kind = self._scheme.kind or self._float_kind()
         for root, held in groups.items():
             for name, (shard, _) in held.items():
                 raise ValueError(
@@ -138,7 +164,7 @@ class Checkpoint:
 
     def _groups(self, headers, depth):
         """All expert tensors as ``{root: {name: (shard, Tensor)}}``, where root ends in ``experts.``."""
-        groups, refused = {}, None
+        groups = {}
         for shard, tensors in headers.items():
             for full, tensor in tensors.items():
                 if EXPERTS not in full:
@@ -147,17 +173,10 @@ class Checkpoint:
                 root, name = full[:cut], full[cut:]
                 if root not in groups:
                     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", root)
-                    mtp = self._row.mtp and layer and int(layer[1]) >= depth
+                    mtp = self._row.mtp and (root.startswith("mtp.") or layer and int(layer[1]) >= depth)
                     groups[root] = None if mtp else {}
                 if groups[root] is not None:
-                    if tensor.dtype not in DTYPES:
-                        refused = refused or f"{self.path / shard}: {full} has dtype {tensor.dtype}"
                     groups[root][name] = shard, tensor
-        if refused:
-            raise ValueError(
-                f"{refused}{self._note}; experts of dtype {', '.join(DTYPES)} can be read. "
-                "Use the model's bfloat16 release, or dequantize it first"
-            )
         return {root: held for root, held in groups.items() if held is not None}
 
     def _layer(self, layer, groups):
@@ -170,41 +189,100 @@ class Checkpoint:
         root = held_roots[0] if held_roots else roots[0]
         held = groups.get(root, {})
 
-        fused = "gate_up_proj" in held or "down_proj" in held
-        transposed = False
-        if fused:
-            expected = {"gate_up_proj": (e, 2 * i, h), "down_proj": (e, h, i)}
-            # No sizes make both shapes their own transposes, so the pair always tells.
-            transposed = all(n in held and _swapped(held[n][1].shape) == dims for n, dims in expected.items())
-            if transposed:
-                expected = {name: _swapped(dims) for name, dims in expected.items()}
-            if self.has_bias:
-                expected |= {"gate_up_proj_bias": (e, 2 * i), "down_proj_bias": (e, h)}
-        else:
-            expected = {}
-            for expert in range(e):
-                for name, dims in zip(self._row.names, ((i, h), (i, h), (h, i))):
-                    expected[f"{expert}.{name}.weight"] = dims
-                    if self.has_bias:
-                        expected[f"{expert}.{name}.bias"] = dims[:1]
+        form = "split"
+        if any(name.startswith(FUSED) and not name.endswith("_bias") for name in held):
+            split = any(map(_SPLIT, held)) and not any(name in held for name in FUSED)
+            form = "scales" if split and not self._row.interleaved else "fused"
+        if self._scheme is None:
+            self._scheme = self._scheme_of(root, held, form)
+        # No sizes make both shapes their own transposes, so the pair always tells.
+        transposed = form == "fused" and isinstance(self._scheme, Float)
+        for name, dims in zip(FUSED, ((e, 2 * i, h), (e, h, i))):
+            transposed = transposed and name in held and _swapped(held[name][1].shape) == dims
 
-        missing = [name for name in expected if name not in held]
+        expected = self._expected(form, transposed, root)
+        missing = [name for name, part in expected.items() if name not in held and not part.optional]
         if missing:
             some = ", ".join(root + name for name in missing[:3])
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             if not held:
                 other = next(iter(groups), None)
                 more += f", nor {root}gate_up_proj; " + (f"it has {other}*" if other else "it has no experts at all")
+            elif self._scheme.kind:
+                more += f"; all experts must be stored in one way, and the first is {self._scheme.kind}"
             raise ValueError(f"{self.path} lacks expert tensors of layer {layer}: {some}{more}")
-        tensors = {name: held.pop(name) for name in expected}
-        for name, dims in expected.items():
-            shard, tensor = tensors[name]
-            if tensor.shape != dims:
+        tensors = {name: held.pop(name) for name in expected if name in held}
+        for name, (shard, tensor) in tensors.items():
+            part = expected[name]
+            if tensor.dtype not in part.dtypes:
+                raise ValueError(
+                    f"{self.path / shard}: {root}{name} has dtype {tensor.dtype}, expected {', '.join(part.dtypes)}"
+                    f"{self._note}; all experts must be stored in one way"
+                )
+            if tensor.shape not in part.shapes:
                 raise ValueError(
                     f"{self.path / shard}: {root}{name} has shape {list(tensor.shape)}, but config.json makes it "
-                    f"{list(dims)} ({e} experts, hidden size {h}, intermediate size {i})"
+                    f"{' or '.join(str(list(dims)) for dims in part.shapes)} ({e} experts, hidden size {h}, "
+                    f"intermediate size {i}){self._note}"
                 )
-        return _Layer(root, tensors, fused, transposed)
+        return _Layer(root, tensors, form, transposed)
+
+    def _scheme_of(self, root, held, form):
+        """How the first matrix that a layer holds is packed."""
+        first = next(filter(None, map(_SPLIT, held)), None)
+        found = {}
+        for suffix in SUFFIXES:
+            names = [first[0] + suffix] if first else []
+            names += [fused_name(name, suffix) for name in FUSED if form != "split"]
+            found.update({suffix: name for name in names[::-1] if name in held})
+        try:
+            return scheme_of({suffix: held[name][1] for suffix, name in found.items()}, self._quantization)
+        except ValueError as error:
+            name = next(iter(found.values()))
+            raise ValueError(f"{self.path / held[name][0]}: {root}{name} {error}{self._note}") from None
+
+    def _matrices(self, form):
+        h, i = self.shape.hidden_size, self.shape.moe_intermediate_size
+        gate, up, down = self._row.names
+        last = _Matrix(h, i, "down_proj", (down,))
+        if form == "split":
+            return _Matrix(i, h, "", (gate,)), _Matrix(i, h, "", (up,)), last
+        return _Matrix(2 * i, h, "gate_up_proj", (gate, up), 1 if self._row.interleaved else 2), last
+
+    def _names(self, form, matrix, suffix, e):
+        """The tensors, one below the other, that hold a part of a matrix, and whether they hold it for all experts."""
+        if form == "split" or form == "scales" and suffix == "weight":
+            return [f"{e}.{name}.{suffix}" for name in matrix.names], False
+        return [fused_name(matrix.fused, suffix)], True
+
+    def _parts(self, matrix):
+        parts = self._scheme.parts(matrix.n, matrix.k, matrix.halves)
+        return {**parts, "bias": Part(FLOATS, ((matrix.n,),))} if self.has_bias else parts
+
+    def _expected(self, form, transposed, root):
+        """``{name: Part}`` of a layer."""
+        expected = {}
+        experts = self.shape.num_experts
+        for matrix in self._matrices(form):
+            try:
+                parts = self._parts(matrix)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {root}*: {error}{self._note}") from None
+            for suffix, part in parts.items():
+                names, fused = self._names(form, matrix, suffix, 0)
+                if not fused:
+                    shapes = [(dims[0] // len(names), *dims[1:]) for dims in part.shapes]
+                else:
+                    shapes = [(experts, *(dims[::-1] if transposed and len(dims) == 2 else dims)) for dims in part.shapes]
+                part = part._replace(shapes=tuple(shapes))
+                for e in range(1 if fused else experts):
+                    expected.update(dict.fromkeys(self._names(form, matrix, suffix, e)[0], part))
+        return expected
+
+    def _float_kind(self):
+        """The widest dtype of float experts."""
+        dtypes = {t.dtype for layer in self._layers.values() for _, t in layer.tensors.values()}
+        return [kind for dtype, kind in _FLOAT_KINDS.items() if dtype in dtypes][-1]
 
     def expert(self, layer, e):
         """Reads one expert.
@@ -224,7 +302,8 @@ class Checkpoint:
         Raises
         ------
         ValueError
-            For a layer or expert that the model does not have, or after `close`.
+            For a layer or expert that the model does not have, after `close`, or if quantized weights hold scales that
+            are negative, inf or NaN, or other contradictions; the message names file, tensor, expert and position.
         OSError
             If the file cannot be read, or was cut since it was opened.
         """
@@ -235,50 +314,62 @@ class Checkpoint:
         if not 0 <= e < self.shape.num_experts:
             raise ValueError(f"no expert {e}; the experts are 0 to {self.shape.num_experts - 1}")
         plan = self._layers[layer]
-        if plan.fused:
-            parts = {name: (shard, _slice(t, e)) for name, (shard, t) in plan.tensors.items()}
-            arrays = self._read(parts)
-            gate_up, down = arrays["gate_up_proj"], arrays["down_proj"]
-            if plan.transposed:
-                gate_up, down = gate_up.T, down.T
-            matrices = *self._halves(gate_up), down
-            biases = None, None, None
-            if self.has_bias:
-                biases = *self._halves(arrays["gate_up_proj_bias"]), arrays["down_proj_bias"]
-            names = "gate_up_proj", "gate_up_proj", "down_proj"
-            which = f", expert {e}"
-        else:
-            names = [f"{e}.{name}.weight" for name in self._row.names]
-            bias_names = [f"{e}.{name}.bias" for name in self._row.names if self.has_bias]
-            arrays = self._read({name: plan.tensors[name] for name in (*names, *bias_names)})
-            matrices = [arrays[name] for name in names]
-            biases = [arrays[name] for name in bias_names] or (None, None, None)
-            which = ""
-        biases = (None if bias is None else bias.astype(np.float32) for bias in biases)
-        sources = (f"{self.path / plan.tensors[name][0]}: {plan.root}{name}{which}" for name in names)
-        return Expert(*matrices, *biases, dict(zip(("gate", "up", "down"), sources)))
+        matrices = self._matrices(plan.form)
+        stored, labels = {}, {}
+        for m, matrix in enumerate(matrices):
+            for suffix in self._parts(matrix):
+                names, fused = self._names(plan.form, matrix, suffix, e)
+                if names[0] in plan.tensors:
+                    held = [plan.tensors[name] for name in names]
+                    stored[m, suffix] = [(shard, _slice(t, e)) for shard, t in held] if fused else held
+                    which = f", expert {e}" if fused else ""
+                    labels[m, suffix] = [
+                        f"{self.path / shard}: {plan.root}{name}{which}" for name, (shard, _) in zip(names, held)
+                    ]
+        arrays, works = self._read(stored, [self._scheme.work(matrix.n, matrix.k) for matrix in matrices])
+        values, biases, sources = [], [], []
+        for m, (matrix, work) in enumerate(zip(matrices, works)):
+            own = {suffix: array for (at, suffix), array in arrays.items() if at == m}
+            bias = own.pop("bias").astype(np.float32) if self.has_bias else None
+            value = self._scheme.matrix(own, matrix.n, matrix.k, work, lambda suffix, m=m: labels[m, suffix][0])
+            source = labels[m, next(iter(own))]
+            if len(matrix.names) == 2:
+                values += self._halves(value.T if plan.transposed else value)
+                biases += self._halves(bias) if self.has_bias else (None, None)
+                sources += source[0], source[-1]
+            else:
+                values.append(value.T if plan.transposed else value)
+                biases.append(bias)
+                sources += source
+        return Expert(*values, *biases, dict(zip(("gate", "up", "down"), sources)))
 
     def _halves(self, rows):
         """Gate and up of a fused tensor, along its first axis."""
         half = self.shape.moe_intermediate_size
         return (rows[0::2], rows[1::2]) if self._row.interleaved else (rows[:half], rows[half:])
 
-    def _read(self, parts):
-        """``{name: (shard, Tensor)}`` as ``{name: array}``, in this thread's buffer."""
-        starts, total = {}, 0
-        for name, (_, tensor) in parts.items():
-            starts[name] = total
-            total += -(-(tensor.end - tensor.begin) // ALIGN) * ALIGN
+    def _read(self, stored, works):
+        """``{key: [(shard, Tensor), ...]}`` as ``{key: array}``, tensors of one key one below the other, and as many
+        bytes of work as asked for; all in this thread's buffer.
+        """
+        starts, total = [], 0
+        for size in [*(sum(t.end - t.begin for _, t in held) for held in stored.values()), *works]:
+            starts.append(total)
+            total += -(-size // ALIGN) * ALIGN
         buffer = getattr(self._local, "buffer", None)
         if buffer is None or buffer.size < total:
             self._local.buffer = buffer = None
             self._local.buffer = buffer = np.empty(total, np.uint8)
         arrays = {}
-        for name, (shard, tensor) in parts.items():
-            part = buffer[starts[name] : starts[name] + tensor.end - tensor.begin]
-            _fill(self.files[shard], part, tensor.begin)
-            arrays[name] = part.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
-        return arrays
+        for (key, held), start in zip(stored.items(), starts):
+            end = start
+            for shard, tensor in held:
+                begin, end = end, end + tensor.end - tensor.begin
+                _fill(self.files[shard], buffer[begin:end], tensor.begin)
+            dtype = DTYPES.get(tensor.dtype) or _CODES.get(tensor.dtype) or np.dtype(np.uint8)
+            shape = (len(held) * tensor.shape[0], *tensor.shape[1:])
+            arrays[key] = buffer[start:end].view(dtype).reshape(shape)
+        return arrays, [buffer[start : start + size] for start, size in zip(starts[len(stored) :], works)]
 
     def close(self):
         """Closes the files and frees the buffers. Arrays that `expert` returned stay valid."""
