@@ -14,6 +14,8 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
+from ktcy.weights.quantized import CODES, Quantized
+
 U = 2.0**-24
 SLACK = 1.01
 # The smallest normal float32: kernels flush what is smaller.
@@ -115,7 +117,59 @@ def exact_rounding(v, e):
     return v, e + HALF * (most + error) / 127 + np.where(most - error < 2 * TINY, 2 * TINY, FLUSH)
 
 
-ROUNDING = {"int8": int8_rounding, "bf16": bf16_rounding, "exact": exact_rounding}
+def rounding(form):
+    """How a form rounds activations; formats of codes share the bf16 core."""
+    return {"int8": int8_rounding, "exact": exact_rounding}.get(form, bf16_rounding)
+
+
+class Coded(NamedTuple):
+    """A format that keeps a checkpoint's codes: what `encode` makes, and how the bf16 core uses the values."""
+
+    kind: str
+    group: int
+    scale: str
+    zero: bool = False
+    block: int = 1  # so many rows share a scale
+    late: bool = False  # scales are applied to the sums of groups, else value times scale is rounded to bfloat16
+
+
+# The formats of codes; keys are also forms.
+CODED = {}
+
+
+def encode(w, name):
+    """A float matrix [N, K] in the codes of a format, nearest values, each group scaled so that its largest fits."""
+    kind, group, dtype, has_zero, block, _ = CODED[name]
+    n, k = w.shape
+    w = w.astype(np.float64)
+    table = CODES[kind].astype(np.float64)
+    finite = np.flatnonzero(np.isfinite(table))
+    if kind == "int4":
+        table = table - 8
+    size = group or k
+    padded = np.zeros((-(-n // block) * block, -(-k // size) * size))
+    padded[:n, :k] = w
+    most = np.abs(padded).reshape(len(padded) // block, block, -1, size).max(axis=(1, 3)).repeat(block, axis=0)[:n]
+    step = np.minimum(most / np.abs(table[finite]).max(), 2.0**100)
+    if dtype == "uint8":
+        scale = np.clip(np.ceil(np.log2(np.maximum(step, 2.0**-126))) + 127, 1, 254).astype(np.uint8)
+        step = np.ldexp(1.0, scale.astype(int) - 127)
+    else:
+        with np.errstate(over="ignore"):
+            scale = np.minimum(step, 60000.0).astype(np.float32).astype(dtype)
+        step = scale.astype(np.float64)
+    zero = None
+    if has_zero:
+        zero = (np.arange(n)[:, None] + 3 * np.arange(step.shape[1]) + 5).astype(np.uint8) % 16
+        table = table + 8
+    wide = step.repeat(size, axis=1)[:, :k]
+    t = np.divide(w, wide, out=np.zeros_like(w), where=wide > 0)
+    if has_zero:
+        t += zero.repeat(size, axis=1)[:, :k]
+    by_value = finite[np.argsort(table[finite], kind="stable")]
+    middles = (table[by_value][1:] + table[by_value][:-1]) / 2
+    codes = by_value[np.searchsorted(middles, t)].astype(np.uint8)
+    return Quantized(kind, codes, scale, group, zero)
 
 
 def rows(x, form):
@@ -123,13 +177,16 @@ def rows(x, form):
     x = x.astype(np.float32).astype(np.float64)
     if form == "int8":
         return dequantize(*quantize_rows(x)), np.zeros(x.shape)
-    value, bound = ROUNDING[form](x, np.zeros(x.shape))
+    value, bound = rounding(form)(x, np.zeros(x.shape))
     return value, bound
 
 
 def weights(w, form):
     """A matrix [N, K] as a form of the layer sees it: value and bound."""
-    return rows(w, form)
+    if form not in CODED:
+        return rows(w, form)
+    value = encode(w, form).dequantize().astype(np.float64)
+    return value if CODED[form].late else to_bf16(value), np.zeros(w.shape)
 
 
 def product(x, w, bias=None, form="int8"):
@@ -143,9 +200,14 @@ def product(x, w, bias=None, form="int8"):
     e = np.abs(x) @ ew.T + k * 2.0**-52 * mass
     if ex.any():
         e += ex @ (ew + np.abs(w)).T
-    if form == "bf16":
-        # A term passes at most 16 fma of its chain, even + odd, and one sum for each 32 of K; each may flush.
-        e += (17 + -(-k // 32)) * U * SLACK * (mass + e) + 2 * k * FLUSH
+    if rounding(form) is bf16_rounding:
+        # A term passes at most 16 fma of its chain, even + odd, and one sum for each 32 of K and each group of it;
+        # each may flush, before its scale where scales come late.
+        late = form in CODED and CODED[form].late
+        groups = -(-k // (CODED[form].group or k)) if late else 0
+        # The smallest code is 2^-9, so no scale of a group that is not zero exceeds this.
+        largest = max(1.0, np.abs(w).max(initial=0) * 2.0**9) if late else 1.0
+        e += (17 + -(-k // 32) + groups) * U * SLACK * (mass + e) + 2 * k * FLUSH * largest
         return y, (e + U * (np.abs(y) + e)) * SLACK + FLUSH
     # Rounded: the sum, the product of the scales, the fma. Flushed: the product of the scales, the fma.
     rounded = 2 * U * (np.abs(s) + e) + U * (np.abs(y) + e)
@@ -228,7 +290,7 @@ def moe_layer(x, ids, route, experts, act, form="int8"):
     experts : sequence of Expert, or a dict
     act : ktcy.config.Activation
     form : str
-        A key of `ROUNDING`: follow the scheme of a format, or keep the original weights and activations.
+        A format's name or "exact": follow the scheme of the format, or keep the original weights and activations.
 
     Returns
     -------
@@ -236,13 +298,12 @@ def moe_layer(x, ids, route, experts, act, form="int8"):
         Float32 kernels of the scheme give something within bound of out. `stored` adds what rounding to
         the caller's dtype does.
     """
-    rounding = ROUNDING[form]
     route = route.astype(np.float32).astype(np.float64)
     out, bound, mass = (np.zeros(x.shape) for _ in range(3))
     x = rows(x, form)
     for e in np.unique(ids[ids >= 0]):
         token, slot = np.nonzero(ids == e)
-        h = rounding(*gate_up((x[0][token], x[1][token]), experts[e], act, form))
+        h = rounding(form)(*gate_up((x[0][token], x[1][token]), experts[e], act, form))
         y, ey = product(h, weights(experts[e].down, form), experts[e].down_bias, form)
         r = route[token, slot][:, None]
         np.add.at(out, token, r * y)

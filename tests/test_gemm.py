@@ -15,13 +15,13 @@ from ktcy.config import Activation
 
 F32 = np.float32
 paths = pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
-FORMATS = ["int8", "bf16"]
+FORMATS = ["int8", "bf16", *oracle.CODED]
 every_activation = pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 
 
 @pytest.fixture(params=FORMATS, scope="module")
 def fmt(request, kernels):
-    """Every format that packs floats, on every variant."""
+    """Every format, on every variant."""
     return kernels.format(request.param)
 
 
@@ -36,7 +36,12 @@ def packed(fmt, *matrices):
     weight = np.empty((blocks, fmt.weight_bytes(k)), np.uint8)
     scale = np.empty((blocks, fmt.scale_bytes(k)), np.uint8)
     for i, w in enumerate(matrices):
-        fmt.pack(w, weight[i :: len(matrices)], scale[i :: len(matrices)])
+        to = weight[i :: len(matrices)], scale[i :: len(matrices)]
+        if fmt.codes:
+            q = oracle.encode(w, fmt.name)
+            fmt.pack(q.codes, *to, q.scale, q.zero)
+        else:
+            fmt.pack(w, *to)
     return weight, scale
 
 
