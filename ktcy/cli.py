@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 
@@ -36,6 +37,54 @@ def convert(args):
     worst = max(entry["error"]["rms"] for entry in done)
     print(f"{args.out}: {len(done)} layers in {manifest['format']}, weights changed by at most {worst:.2%} (RMS)")
     return 0
+
+
+def inspect(args):
+    from .inspection import inspect
+
+    report = inspect(args.path)
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    what = report["architecture"] or report["model"]
+    print(f"{report['path']}: {report['holds']}" + (f" of {what}" if what else ""))
+    print(f"experts            {report['num_experts']}, top-{report['num_experts_per_tok']}")
+    print(f"hidden size        {report['hidden_size']}")
+    print(f"intermediate size  {report['moe_intermediate_size']}")
+    activation = ", ".join(f"{k} {v}" for k, v in report["activation"].items() if k != "gate" and v is not None)
+    print(f"activation         {report['activation']['gate']} ({activation})")
+    print(f"biases             {'yes' if report['has_bias'] else 'no'}")
+    print(f"experts in all     {size(report['bytes'])} in {len(report['layers'])} layers")
+    alike = {}
+    for number, layer in report["layers"].items():
+        tensors = tuple(
+            (re.sub(rf"(\b(?:layers|blk)\.){number}\b", r"\1N", t["name"]), t["dtype"], str(t["shape"]), t["count"])
+            for t in layer["tensors"]
+        )
+        alike.setdefault((layer["kind"], layer["bytes"], tensors), []).append(number)
+    for (kind, total, tensors), numbers in alike.items():
+        print(f"\n{kind}, {size(total)} a layer: {layer_list(numbers)}")
+        widths = [max(len(str(row[column])) for row in tensors) for column in range(3)]
+        for *row, count in tensors:
+            text = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths))
+            print(f"  {text}  x {count}" if count > 1 else f"  {text.rstrip()}")
+    for run in report["runs"]:
+        error = "" if run["error"] is None else f", weights changed by {run['error']:.2%} (RMS)"
+        note = f", {run['note']}" if run["note"] else ""
+        print(f"\n{run['kind']} runs {run['how']}{note}{error}: {layer_list(run['layers'])}")
+        for command in run["commands"]:
+            print(f"  {command}")
+    return 0
+
+
+def size(n):
+    return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"
+
+
+def layer_list(numbers):
+    from .weights.checkpoint import _runs
+
+    return f"layer{'s' if len(numbers) > 1 else ''} {_runs(numbers)}"
 
 
 HEAD = "layer tokens        ms   GB/s   GOPS  limit            reached   error"
@@ -107,6 +156,11 @@ def parser():
     p.add_argument("--threads", type=int, help="default: one for each core this process may use")
     p.add_argument("--verify", action="store_true", help="read the result again and compare checksums")
     p.set_defaults(run=convert)
+
+    p = commands.add_parser("inspect", help="what weights hold, and whether and how ktcy runs them")
+    p.add_argument("path", metavar="PATH", help="converted folder, folder of a Hugging Face checkpoint, or GGUF file")
+    p.add_argument("--json", action="store_true", help="the report as JSON")
+    p.set_defaults(run=inspect)
 
     p = commands.add_parser("demo", help="a made-up checkpoint: convert it, run it, hold it to float64 and the limits")
     p.add_argument("--folder", metavar="DIR", help="new folder for the files, kept; default: a temporary one, removed")

@@ -27,7 +27,7 @@ VERSIONS = (2, 3)
 # general.architecture -> activation, and whether experts have biases; llama.cpp's graphs of these models fix both.
 ARCHITECTURES = {
     **dict.fromkeys(
-        ("qwen2moe", "qwen3moe", "llama", "deepseek2", "olmoe", "glm4moe", "phimoe", "llama4"), ("silu", False)
+        "qwen2moe qwen3moe qwen3next llama llama4 deepseek2 olmoe glm4moe phimoe minimax-m2".split(), ("silu", False)
     ),
     "gpt-oss": ("swigluoai", True),
 }
