@@ -272,8 +272,10 @@ class Checkpoint:
                 names, fused = self._names(form, matrix, suffix, 0)
                 if not fused:
                     shapes = [(dims[0] // len(names), *dims[1:]) for dims in part.shapes]
+                elif transposed:
+                    shapes = [(experts, *dims[::-1]) for dims in part.shapes]
                 else:
-                    shapes = [(experts, *(dims[::-1] if transposed and len(dims) == 2 else dims)) for dims in part.shapes]
+                    shapes = [(experts, *dims) for dims in part.shapes]
                 part = part._replace(shapes=tuple(shapes))
                 for e in range(1 if fused else experts):
                     expected.update(dict.fromkeys(self._names(form, matrix, suffix, e)[0], part))

@@ -401,8 +401,8 @@ def _gptq(quantization):
     stored = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     if stored not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
         raise ValueError(
-            f"is stored in the GPTQ checkpoint_format {'marlin' if stored == 'gptq' else stored!r}; ktcy reads 'gptq' and"
-            " 'gptq_v2'. Use a release in one of these"
+            f"is stored in the GPTQ checkpoint_format {'marlin' if stored == 'gptq' else stored!r}; ktcy reads 'gptq'"
+            " and 'gptq_v2'. Use a release in one of these"
         )
     act_order = bool(quantization.get("desc_act"))
     return Gptq(_group(quantization, "group_size"), 2 if stored == "gptq_v2" else 1, act_order)
