@@ -47,14 +47,13 @@ static void bf16_unpack(const void *weight, const void *scale, int64_t k, float 
         }
 }
 
-KT_INLINE void bf16_lines(const kt_strip *now, int64_t n, int64_t i, vi32 *lines) {
+KT_INLINE void bf16_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
     const int64_t bytes = bf16_block_bytes(now->g->k);
-    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 32;
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < 16; j++) {
-        lines[j] = vi32_load((const int32_t *)(w + 64 * j));
-        KT_PREFETCH(w + 64 * j + KT_AHEAD);
-    }
+    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 32 + 64 * j;
+    const vi32 line = vi32_load((const int32_t *)w);
+    KT_PREFETCH(w + KT_AHEAD);
+    *even = bf16_even(line);
+    *odd = bf16_odd(line);
 }
 
 static void bf16_product(const kt_strip *now, kt_between between, kt_strip *last) {
@@ -67,7 +66,7 @@ static void bf16_product(const kt_strip *now, kt_between between, kt_strip *last
         return;
     }
 #endif
-    bf16_vectors(now, bf16_lines, 0, NULL);
+    bf16_vectors(now, bf16_line, 0, NULL);
 }
 
 KT_PRODUCTS(bf16, NULL, bf16_product, bf16_value)

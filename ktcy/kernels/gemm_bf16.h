@@ -1,6 +1,6 @@
 /* The bf16 core: bfloat16 weights times bfloat16 activations in the order of AMX (table.h).
  *
- * A format gives the lines of 32 values of K, decoded; few rows use them at once, many share a decoded panel. */
+ * A format gives the values of a line of two K; few rows use them at once, many share a decoded panel. */
 #ifndef KT_GEMM_BF16_H
 #define KT_GEMM_BF16_H
 
@@ -56,8 +56,9 @@ static void bf16_tile(const void *row, int64_t k, int64_t r, void *tiles) {
     }
 }
 
-/* lines[j] of block n of a strip at k = i + 2 j, i + 2 j + 1: 16 rows of two bfloat16. */
-typedef void (*bf16_decode)(const kt_strip *now, int64_t n, int64_t i, vi32 *lines);
+/* Line j of 16 of block n of a strip at i: 16 rows of the bfloat16 values at k = i + 2 j (even) and the one after it
+ * (odd), as float32. j is a compile-time constant: what several lines share is computed once. */
+typedef void (*bf16_decode)(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd);
 /* The scales of its 16 rows for the group of K that begins at i. */
 typedef vf32 (*bf16_scale)(const kt_strip *now, int64_t n, int64_t i);
 
@@ -74,13 +75,12 @@ KT_INLINE void bf16_micro(int rows, const float *const *x, int64_t step, const k
         total[r] = acc[r] = vf32_set1(0.0f);
     for (int64_t i = 0, at = 0; i < k; i += 32, at += step) {
         vf32 even[KT_BF16_ROWS], odd[KT_BF16_ROWS];
-        vi32 lines[16];
-        decode(now, n, i, lines);
         for (int r = 0; r < rows; r++)
             even[r] = odd[r] = vf32_set1(0.0f);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
-            const vf32 w_even = bf16_even(lines[j]), w_odd = bf16_odd(lines[j]);
+            vf32 w_even, w_odd;
+            decode(now, n, i, j, &w_even, &w_odd);
             for (int r = 0; r < rows; r++) {
                 even[r] = vf32_fma(w_even, vf32_set1(x[r][at + 2 * j]), even[r]);
                 odd[r] = vf32_fma(w_odd, vf32_set1(x[r][at + 2 * j + 1]), odd[r]);
@@ -128,22 +128,23 @@ KT_INLINE void bf16_vectors(const kt_strip *now, bf16_decode decode, int64_t gro
 
 /* Blocks decoded for many rows: two, one after the other, in kt_gemm.work. */
 KT_INLINE int64_t bf16_block_bytes(int64_t k) { return KT_BLOCK * 2 * k; }
-KT_INLINE void bf16_from_panel(const kt_strip *now, int64_t n, int64_t i, vi32 *lines) {
+KT_INLINE void bf16_from_panel(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
     const char *w = (const char *)now->g->work + n * bf16_block_bytes(now->g->k) + i * 32;
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < 16; j++)
-        lines[j] = vi32_load((const int32_t *)(w + 64 * j));
+    const vi32 line = vi32_load((const int32_t *)(w + 64 * j));
+    *even = bf16_even(line);
+    *odd = bf16_odd(line);
 }
 KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, bf16_decode decode) {
     const kt_strip now = {.g = g, .block = block};
     for (int64_t n = 0; n < blocks; n++)
         for (int64_t i = 0; i < g->k; i += 32) {
             char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
-            vi32 lines[16];
-            decode(&now, n, i, lines);
 #pragma GCC unroll 16
-            for (int64_t j = 0; j < 16; j++)
-                vi32_store((int32_t *)(w + 64 * j), lines[j]);
+            for (int64_t j = 0; j < 16; j++) {
+                vf32 even, odd;
+                decode(&now, n, i, j, &even, &odd);
+                vi32_store((int32_t *)(w + 64 * j), vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd)));
+            }
         }
 }
 /* Whether the rows of g share decoded blocks. */
