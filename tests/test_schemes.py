@@ -162,6 +162,19 @@ def compressed(stored="pack-quantized", **weights):
     return dict(quant_method="compressed-tensors", format=stored, config_groups=dict(group_0=group))
 
 
+# FP8 attention and INT4 experts, each group with a format of its own.
+MIXED = dict(
+    quant_method="compressed-tensors",
+    format="mixed-precision",
+    config_groups=dict(
+        group_0=dict(targets=["re:.*self_attn.*"], format="float-quantized", weights=dict(num_bits=8, type="float")),
+        group_1=dict(
+            targets=["re:.*mlp.experts.*"],
+            format="pack-quantized",
+            weights=compressed()["config_groups"]["group_0"]["weights"],
+        ),
+    ),
+)
 CHANNEL = compressed("float-quantized", num_bits=8, type="float", strategy="channel", group_size=None)
 
 
@@ -390,6 +403,27 @@ CASES = {
         "int4",
         0,
     ),
+    "gptq v2 of newer writers": (
+        "qwen3_moe",
+        part(gptq, version=2),
+        {**GPTQ, "format": "gptq_v2"},
+        64,
+        96,
+        "gptq_int4",
+        "int4",
+        32,
+    ),
+    "rawint4 beside fp8": ("kimi_k2", rawint4, MIXED, 64, 96, "rawint4", "int4", 32),
+    "awq of other keys": (
+        "qwen3_moe",
+        awq,
+        dict(quant_method="awq", w_bit=4, q_group_size=32, format="gemm"),
+        64,
+        96,
+        "awq_int4",
+        "int4",
+        32,
+    ),
     "awq no zeros": (
         "qwen3_moe",
         part(awq, zeros=False),
@@ -497,6 +531,29 @@ def test_gpt_oss_mxfp4(sharded, tmp_path):
             for got, want in zip((expert.gate_bias, expert.up_bias, expert.down_bias), bias):
                 assert got.dtype == np.float32
                 np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
+@pytest.mark.parametrize("drop", [True, False], ids=["fused", "scales"])
+def test_halves_are_not_guessed_where_rows_alternate(drop, tmp_path):
+    """C30 C34 Blocks of one half make no sense, and split weights no fused tensor, where gate and up alternate."""
+    tensors, _ = experts("gpt_oss", fp8, 200, 192)
+    suffixes = {"weight": "", "weight_scale_inv": "_scale_inv"}
+    if not drop:
+        del suffixes["weight"]
+    tensors = fuse("gpt_oss", tensors, suffixes, drop=drop)
+    for layer in range(LAYERS):
+        root = MODELS["gpt_oss"][0].format(layer)
+        tensors[root + "gate_up_proj_bias"] = "F32", np.zeros((E, 384), np.float32)
+        tensors[root + "down_proj_bias"] = "F32", np.zeros((E, 200), np.float32)
+    store(tmp_path, tensors, config("gpt_oss", FP8, 200, 192))
+    refuses(tmp_path, None, "gate_up_proj_scale_inv has shape" if drop else "lacks expert tensors")
+
+
+def test_scales_of_two_names(tmp_path):
+    """C30"""
+    tensors, settings, _ = tensor_of("fp8")
+    twice = {k.removesuffix("_inv"): v for k, v in tensors.items()}
+    refuses(store(tmp_path, {**tensors, **twice}, settings), None, "weight_scale_inv and weight_scale beside it")
 
 
 # What is kept and what is not.
@@ -768,7 +825,8 @@ def test_group_that_does_not_divide(case, tmp_path):
 def test_sizes_that_int32_cannot_hold(tmp_path):
     """C30"""
     tensors, settings, _ = tensor_of("gptq rows")
-    refuses(store(tmp_path, tensors, {**settings, "moe_intermediate_size": 36}), None, "36 is no multiple of 8")
+    for key, size in (("moe_intermediate_size", 36), ("hidden_size", 68)):
+        refuses(store(tmp_path, tensors, {**settings, key: size}), None, f"{size} is no multiple of 8")
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (96, 65), (0, 0)])
@@ -814,6 +872,8 @@ def test_bytes_that_no_scheme_asked_for(tmp_path):
         ("fp8", None, "no quantization_config"),
         ("rawint4", None, "no quantization_config"),
         ("fp8", dict(quant_method="modelopt"), "'modelopt'"),
+        ("fp8", {**FP8, "weight_block_size": [1, 32]}, "[1, 32]"),
+        ("awq", {**AWQ, "version": None, "format": "gemv_fast"}, "'gemv_fast'"),
         ("fp8", {**FP8, "weight_block_size": [64, 128]}, "[64, 128]"),
         ("fp8", {**FP8, "fmt": "e5m2"}, "'e5m2'"),
         ("fp8", CHANNEL, "weight_scale_inv has shape"),
