@@ -4,8 +4,25 @@ import math
 import operator
 from dataclasses import dataclass
 
-# The names of ours and of kt-kernel, by format.
-METHODS = {"int8": ("AMXINT8", "MOE_INT8", "int8")}
+# The names of ours and of kt-kernel, by method. int8, int4 and bf16 are made from any weights, the others keep the
+# codes of a checkpoint; auto is what the files hold, gguf the same for GGUF files.
+METHODS = {
+    "int8": ("AMXINT8", "MOE_INT8", "int8"),
+    "int4": ("AMXINT4", "MOE_INT4", "int4"),
+    "bf16": ("BF16", "bf16"),
+    "fp8": ("FP8", "fp8"),
+    "fp8_channel": ("FP8_PERCHANNEL", "fp8_channel"),
+    "rawint4": ("RAWINT4", "rawint4"),
+    "gptq": ("GPTQ_INT4", "gptq"),
+    "mxfp4": ("MXFP4", "mxfp4"),
+    "mxfp8": ("MXFP8", "mxfp8"),
+    "gguf": ("LLAMAFILE", "gguf"),
+    "auto": ("auto",),
+}
+MADE = ("int8", "int4", "bf16")
+# The formats of the kernels' table in which a method may hold a layer, where not the one of its own name.
+_INT4 = ("rawint4", "q4_0", "gptq32", "gptq64", "gptq128")
+FORMATS = {"gptq": _INT4, "rawint4": _INT4}
 
 GATES = ("swiglu", "gelu", "gelu_tanh")
 
@@ -13,24 +30,24 @@ GATES = ("swiglu", "gelu", "gelu_tanh")
 MAX_K = 131072
 
 
-def format_of(method):
-    """The weight format that a method name means.
-
-    Parameters
-    ----------
-    method : str
-        A name of ktcy (``"int8"``) or of kt-kernel (``"AMXINT8"``, ``"MOE_INT8"``).
+def method_of(name):
+    """The method, a key of `METHODS`, that a name of ktcy (``"int8"``) or kt-kernel (``"AMXINT8"``) means.
 
     Raises
     ------
     ValueError
         For an unknown name; the message lists all.
     """
-    for fmt, names in METHODS.items():
-        if method in names:
-            return fmt
+    for method, names in METHODS.items():
+        if name in names:
+            return method
     known = ", ".join(name for names in METHODS.values() for name in names)
-    raise ValueError(f"unknown method {method!r}; the methods are {known}")
+    raise ValueError(f"unknown method {name!r}; the methods are {known}")
+
+
+def method_takes(method, fmt):
+    """Whether weights in a format, named as in the kernels' table, are what a method means."""
+    return method in ("auto", "gguf") or fmt in FORMATS.get(method, (method,))
 
 
 def integer(name, value, least=1, most=None):

@@ -20,16 +20,17 @@ import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from . import kernels
 from ._version import __version__
-from .config import format_of
+from .config import method_of
 from .runtime import topology
-from .weights import Checkpoint
 from .weights._header import what_folder
+from .weights.source import kind_of, layer_format, open_source
 from .weights.packed import (
     FILE_VERSION,
     NUMPY,
@@ -44,6 +45,7 @@ from .weights.packed import (
     pack_expert,
     write_at,
 )
+from .weights.quantized import Quantized
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,9 @@ LOCK = ".ktcy.lock"
 TEMPORARY = re.compile(r"(layer-\d+\.safetensors|ktcy\.json)\.\d+\.tmp")
 
 # Relative error (RMS) of Gaussian weights: in int8 a row's absmax is about 3.5 times its RMS, and the error
-# absmax / (127 sqrt(12)). Three times as much, where convert warns, is as if 1.6 of the 8 bits were lost.
-GAUSSIAN_ERROR = {"int8": 0.008}
+# absmax / (127 sqrt(12)). Three times as much, where convert warns, is as if 1.6 of the 8 bits were lost. bf16 rounds
+# once, with an error of 2^-9 / sqrt(3) of the largest mantissas. Formats of codes change nothing.
+GAUSSIAN_ERROR = {"int8": 0.008, "int4": 0.1, "bf16": 0.0017}
 WARN_ABOVE = 3
 
 
@@ -63,11 +66,12 @@ def convert(model, out, format="int8", layers=None, threads=None, verify=False, 
     Parameters
     ----------
     model : path-like
-        Folder of a Hugging Face checkpoint.
+        Folder of a Hugging Face checkpoint, or a GGUF file.
     out : path-like
         Folder for the result: new, empty, or of an earlier run with the same model and format.
     format : str
-        A method name of `ktcy.config.METHODS`.
+        A method name of `ktcy.config.METHODS`: int8, int4 or bf16 from any weights; ``"auto"`` or the name of what the
+        files hold keeps their numbers.
     layers : slice or iterable of int, optional
         Which layers; a slice picks those with experts from a range of layer numbers. The default is all.
     threads : int, optional
@@ -83,25 +87,28 @@ def convert(model, out, format="int8", layers=None, threads=None, verify=False, 
     dict
         The manifest. ``manifest["layers"][str(layer)]`` has ``file``, ``bytes``, ``checksum`` and ``error``, the
         relative error (RMS) of the weights: ``rms`` of the layer, and ``worst`` with its ``expert``. Each expert is
-        sampled: a block of 16 rows of gate, up and down.
+        sampled: a block of 16 rows of gate, up and down. ``format`` and ``layout`` are the layer's, ``kind`` is how the
+        model held it.
 
     Raises
     ------
     ValueError
         For a checkpoint that is damaged or of unknown kind, weights with NaN or inf (file, tensor, expert, row
-        and column), layers without experts, or an ``out`` that holds something else.
+        and column), layers without experts, a format that contradicts the files, or an ``out`` that holds something
+        else.
     OSError
         For a full disk (bytes needed and free), files that cannot be read, or an ``out`` that another run writes.
     """
-    name = format_of(format)
+    method = method_of(format)
     threads = _threads(threads)
     out = Path(out)
-    with Checkpoint(model) as checkpoint:
-        chosen = _chosen(layers, checkpoint.layers)
+    with open_source(model) as source:
+        chosen = _chosen(layers, source.layers)
+        formats = _formats(source, chosen, method)
         _check_out(out)
         with _locked(out), ThreadPoolExecutor(threads) as pool, _bar(progress, "converting") as bar:
-            job = _Job(checkpoint, kernels.default().format(name), out, pool)
-            job.run(chosen, bar)
+            job = _Job(source, method, out, pool)
+            job.run(formats, bar)
     return verify_folder(out, threads, progress) if verify else job.manifest
 
 
@@ -187,26 +194,20 @@ class _Checksum:
 class _Job:
     """One conversion: what is open, and a buffer for one packed expert for each thread."""
 
-    def __init__(self, checkpoint, fmt, out, pool):
-        self.checkpoint, self.fmt, self.out, self.pool = checkpoint, fmt, out, pool
-        self.tensors = layer_tensors(fmt, checkpoint.shape, checkpoint.has_bias)
+    def __init__(self, source, method, out, pool):
+        self.source, self.method, self.out, self.pool = source, method, out, pool
         self.buffers = threading.local()
         self.manifest = self._begin()
 
     def _begin(self):
         """The manifest to go on with. Removes what a killed run left."""
-        identity = {
-            "ktcy": FILE_VERSION,
-            "format": self.fmt.name,
-            "layout": self.fmt.layout,
-            "source": _identity(self.checkpoint),
-        }
+        identity = {"ktcy": FILE_VERSION, "format": self.method, "source": _identity(self.source)}
         manifest = _read_manifest(self.out)
         for path in self.out.iterdir():
             if TEMPORARY.fullmatch(path.name):
                 path.unlink()
         if manifest is None:
-            name = self.checkpoint.path.resolve().name
+            name = self.source.path.resolve().name
             manifest = {**identity, "model": name, "producer": f"ktcy {__version__}", "layers": {}}
             _write_manifest(self.out, manifest)
         for key, value in identity.items():
@@ -217,39 +218,41 @@ class _Job:
                 )
         return manifest
 
-    def run(self, layers, bar):
-        todo = [layer for layer in layers if not self._done(layer)]
+    def run(self, formats, bar):
+        """Converts the layers that are not done, each to its format."""
+        c = self.source
+        todo = [layer for layer, fmt in formats.items() if not self._done(layer, fmt)]
         if not todo:
             return
-        headers = {layer: self._header(layer) for layer in todo}
-        size = max(t.end for t in self.tensors.values())
-        needed = sum(len(header) + size for header in headers.values())
-        if needed > shutil.disk_usage(self.out).free:
-            raise no_room(self.out, needed, errno.ENOSPC)
-        first = self.checkpoint.expert(todo[0], 0)
+        headers = {n: layer_header(formats[n], n, c.shape, c.activation, c.has_bias) for n in todo}
+        tensors = {n: layer_tensors(formats[n], c.shape, c.has_bias) for n in todo}
+        sizes = {n: len(headers[n]) + max(t.end for t in tensors[n].values()) for n in todo}
+        if sum(sizes.values()) > shutil.disk_usage(self.out).free:
+            raise no_room(self.out, sum(sizes.values()), errno.ENOSPC)
+        first = c.expert(todo[0], 0)
         one = sum(matrix.nbytes for matrix in (first.gate, first.up, first.down))
-        bar.reset(one * self.checkpoint.shape.num_experts * len(todo))
+        bar.reset(one * c.shape.num_experts * len(todo))
         # The disk takes a layer while the next one is packed.
         with ThreadPoolExecutor(1) as disk:
             written = disk.submit(lambda: None)
             for layer in todo:
                 with contextlib.ExitStack() as stack:
-                    fd = stack.enter_context(new_file(layer_path(self.out, layer), len(headers[layer]) + size))
-                    entry = self._pack(fd, layer, headers[layer], size, lambda: bar.update(one))
+                    fd = stack.enter_context(new_file(layer_path(self.out, layer), sizes[layer]))
+                    fmt, header = formats[layer], headers[layer]
+                    entry = self._pack(fd, layer, fmt, header, tensors[layer], lambda: bar.update(one))
+                    entry["bytes"] = sizes[layer]
                     written.result()
                     written = disk.submit(self._finish, stack.pop_all(), layer, entry)
             written.result()
 
-    def _header(self, layer):
-        c = self.checkpoint
-        return layer_header(self.fmt, layer, c.shape, c.activation, c.has_bias)
-
-    def _done(self, layer):
+    def _done(self, layer, fmt):
         entry = self.manifest["layers"].get(str(layer))
         path = layer_path(self.out, layer)
-        return entry is not None and path.is_file() and path.stat().st_size == entry["bytes"]
+        if entry is None or (entry.get("format"), entry.get("layout")) != (fmt.name, fmt.layout):
+            return False
+        return path.is_file() and path.stat().st_size == entry["bytes"]
 
-    def _pack(self, fd, layer, header, size, step):
+    def _pack(self, fd, layer, fmt, header, tensors, step):
         """Fills the layer's file; what the manifest says of it."""
         checksum, errors = _Checksum(header), []
 
@@ -260,34 +263,42 @@ class _Job:
             step()
 
         write_at(fd, header, 0)
-        experts = range(self.checkpoint.shape.num_experts)
-        in_order(self.pool, lambda e: self._expert(fd, len(header), layer, e), experts, done)
+        experts = range(self.source.shape.num_experts)
+        in_order(self.pool, lambda e: self._expert(fd, len(header), layer, fmt, tensors, e), experts, done)
         error = _summary(errors)
-        usual = GAUSSIAN_ERROR[self.fmt.name]
+        usual = GAUSSIAN_ERROR.get(fmt.name, 0)
         if error["rms"] > WARN_ABOVE * usual:
             log.warning(
                 "layer %d: %s changes its weights by %.1f %% (RMS; %.1f %% is usual), those of expert %d by %.1f %%: "
                 "a few weights are far larger than the rest of their rows",
-                *(layer, self.fmt.name, 100 * error["rms"], 100 * usual, error["expert"], 100 * error["worst"]),
+                *(layer, fmt.name, 100 * error["rms"], 100 * usual, error["expert"], 100 * error["worst"]),
             )
-        file = layer_path(self.out, layer).name
-        return {"file": file, "bytes": len(header) + size, "checksum": checksum.text(), "error": error}
+        return {
+            "file": layer_path(self.out, layer).name,
+            "format": fmt.name,
+            "layout": fmt.layout,
+            "kind": kind_of(self.source, layer),
+            "checksum": checksum.text(),
+            "error": error,
+        }
 
     def _finish(self, file, layer, entry):
         file.close()
         self.manifest["layers"][str(layer)] = entry
         _write_manifest(self.out, self.manifest)
 
-    def _expert(self, fd, start, layer, e):
+    def _expert(self, fd, start, layer, fmt, tensors, e):
         """Packs one expert and writes it; its checksum and (squared error, squared weights) of its sample."""
-        buffers = vars(self.buffers)
-        if not buffers:
-            buffers.update({name: np.empty(t.shape[1:], NUMPY[t.dtype]) for name, t in self.tensors.items()})
-        expert = self.checkpoint.expert(layer, e)
-        pack_expert(self.fmt, expert, buffers)
-        for name, t in self.tensors.items():
+        buffers = vars(self.buffers).get(fmt.name)
+        if buffers is None:
+            buffers = {name: np.empty(t.shape[1:], NUMPY[t.dtype]) for name, t in tensors.items()}
+            vars(self.buffers).clear()
+            vars(self.buffers)[fmt.name] = buffers
+        expert = self.source.expert(layer, e)
+        pack_expert(fmt, expert, buffers)
+        for name, t in tensors.items():
             write_at(fd, buffers[name], start + t.begin + e * buffers[name].nbytes)
-        return _crc32(buffers.values()), _sample_error(self.fmt, expert, buffers, e)
+        return _crc32(buffers.values()), _sample_error(fmt, expert, buffers, e)
 
 
 def _sample_error(fmt, expert, packed, e):
@@ -299,7 +310,11 @@ def _sample_error(fmt, expert, packed, e):
         (expert.down, "down", 0, 1),
     ):
         block = e % -(-matrix.shape[0] // ROWS)
-        rows = matrix[block * ROWS : (block + 1) * ROWS].astype(np.float32)
+        rows = matrix[block * ROWS : (block + 1) * ROWS]
+        if isinstance(rows, Quantized):
+            # Packed columns keep the order of the codes.
+            rows = (rows if fmt.codes is None else replace(rows, order=None)).dequantize()
+        rows = rows.astype(np.float32)
         at = slice(first + step * block, first + step * block + 1)
         back = fmt.unpack(packed[f"{part}.weight"][at], packed[f"{part}.scale"][at], *rows.shape)
         back -= rows
@@ -337,12 +352,22 @@ def _chosen(layers, have):
     return chosen
 
 
-def _identity(checkpoint):
-    """What makes a checkpoint another one: its configuration, and the files that its experts are in."""
-    config = (checkpoint.path / "config.json").read_bytes()
+def _formats(source, layers, method):
+    """The format of each layer; layers of one kind have the same."""
+    by_kind = {}
+    for layer in layers:
+        kind = kind_of(source, layer)
+        if kind not in by_kind:
+            by_kind[kind] = layer_format(source, layer, method, kernels.default())
+    return {layer: by_kind[kind_of(source, layer)] for layer in layers}
+
+
+def _identity(source):
+    """What makes a model another one: its configuration, and the files that its experts are in."""
+    config = source.header() if source.path.is_file() else (source.path / "config.json").read_bytes()
     return {
         "config": hashlib.sha256(config).hexdigest(),
-        "shards": {name: _sample(file) for name, file in sorted(checkpoint.files.items())},
+        "shards": {name: _sample(file) for name, file in sorted(source.files.items())},
     }
 
 

@@ -1,5 +1,6 @@
 """`KTMoEWrapper`: the routed experts of one Mixture-of-Experts layer, computed on the CPU."""
 
+import logging
 import warnings
 from collections import deque
 
@@ -8,11 +9,14 @@ import numpy as np
 from . import kernels
 from .arrays import as_numpy, floats, is_torch, like
 from .buffers import Buffers
-from .config import Activation, LayerShape, format_of, integer
+from .config import MADE, Activation, LayerShape, integer, method_of, method_takes
 from .moe import MoE
 from .runtime import topology
 from .runtime.queue import CPUInfer, WorkerPoolConfig, shared
 from .weights.packed import PackedLayer
+from .weights.source import is_source, layer_format, open_source
+
+log = logging.getLogger(__name__)
 
 _buffers = Buffers()
 
@@ -69,9 +73,10 @@ class KTMoEWrapper:
         Pools of threads, one a NUMA node; each owns a part of every expert, in its node's memory. Results do not
         depend on it.
     weight_path : str or path, optional
-        Folder made by ``python -m ktcy convert``.
+        Folder made by ``python -m ktcy convert``, or a Hugging Face checkpoint, or a GGUF file.
     method : str
-        Weight format: ``"int8"``, or kt-kernel's ``"AMXINT8"`` and ``"MOE_INT8"``, which mean the same.
+        Weight format: ``"int8"``, ``"int4"``, ``"bf16"`` from any weights; ``"auto"`` for what the files hold; or by
+        name what they must hold (``FP8``, ``GPTQ_INT4``...). kt-kernel's names mean the same: ``"AMXINT8"`` is int8.
     gpu_experts_mask : bool array [num_experts], optional
         Which experts belong on the GPU; must agree with ``num_gpu_experts`` if both are given.
     chunked_prefill_size : int, optional
@@ -130,7 +135,7 @@ class KTMoEWrapper:
         self.layer_idx = integer("layer_idx", layer_idx, 0)
         self.shape = LayerShape(num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size)
         self.method = method
-        self._format = format_of(method)
+        self._method = method_of(method)
         if mode != "inference":
             raise ValueError(f"mode {mode!r} is not supported; ktcy serves 'inference'")
         if max_deferred_experts_per_token:
@@ -201,7 +206,8 @@ class KTMoEWrapper:
         state = "closed" if self._closed else "loaded" if self._moe else "not loaded"
         return (
             f"<KTMoEWrapper layer {self.layer_idx}: {self.num_experts} experts, top-{self.num_experts_per_tok}, "
-            f"H {self.hidden_size}, I {self.moe_intermediate_size}, {self._format} on {self.variant}, "
+            f"H {self.hidden_size}, I {self.moe_intermediate_size}, "
+            f"{self.packed.format if self._moe else self._method} on {self.variant}, "
             f"{self.threads} threads, {state}>"
         )
 
@@ -212,39 +218,60 @@ class KTMoEWrapper:
             raise RuntimeError("this layer has its weights; make another KTMoEWrapper for others")
 
     def load_weights(self, physical_to_logical_map=None, *, prefault=False, lock=False):
-        """Maps the converted weights of ``weight_path`` and uses them where they lie.
+        """Takes the weights of ``weight_path``: a converted folder is mapped and used where it lies; the layer of a
+        checkpoint folder or GGUF file is packed into memory.
 
         Parameters
         ----------
         physical_to_logical_map : int array [num_experts], optional
             Expert id of a token -> stored expert.
         prefault : bool
-            Read all pages now, so that the first tokens do not wait for the disk.
+            Read all pages of a converted layer now, so that the first tokens do not wait for the disk.
         lock : bool
-            Keep the pages in memory (mlock).
+            Keep the pages of a converted layer in memory (mlock).
 
         Raises
         ------
         ValueError
-            Without a ``weight_path``, or when the folder holds no such layer, other sizes or another format.
+            Without a ``weight_path``, or when it holds no such layer, other sizes or another format than ``method``.
         OSError
             For files that cannot be read or locked.
+        MemoryError
+            When a layer that must be packed does not fit; with figures.
         """
         self._check_new()
         expert_map = _expert_map(physical_to_logical_map, self.num_experts)
         if self.weight_path is None:
             raise ValueError("no weight_path; make a folder with: python -m ktcy convert MODEL OUT --format int8")
-        packed = PackedLayer.open(self.weight_path, self.layer_idx, prefault=prefault, lock=lock)
-        if packed.format != self._format:
-            raise ValueError(f"{self.weight_path} holds {packed.format} weights, but method is {self.method!r}")
+        if is_source(self.weight_path):
+            packed = self._read()
+        else:
+            packed = PackedLayer.open(self.weight_path, self.layer_idx, prefault=prefault, lock=lock)
+            if not method_takes(self._method, packed.format):
+                raise ValueError(f"{self.weight_path} holds {packed.format} weights, but method is {self.method!r}")
+            self._check_layer(packed)
+        self._moe = MoE(self._kernels.format(packed.format), packed, self._pool, expert_map)
+
+    def _read(self):
+        """This layer of a model's own files, packed into memory."""
+        with open_source(self.weight_path) as source:
+            self._check_layer(source)
+            fmt = layer_format(source, self.layer_idx, self._method, self._kernels)
+            log.info(
+                "layer %d of %s is packed into memory as %s; a folder made by `python -m ktcy convert` starts at once",
+                *(self.layer_idx, self.weight_path, fmt.name),
+            )
+            return PackedLayer.read(fmt, source, self.layer_idx, self.threads)
+
+    def _check_layer(self, held):
+        """Sizes and activation of a packed layer, or of the model it is read from, against what was asked for."""
+        where = f"layer {self.layer_idx} in {self.weight_path}"
         for name in ("num_experts", "hidden_size", "moe_intermediate_size"):
-            found, expected = getattr(packed.shape, name), getattr(self.shape, name)
+            found, expected = getattr(held.shape, name), getattr(self.shape, name)
             if found != expected:
-                where = f"layer {self.layer_idx} in {self.weight_path}"
                 raise ValueError(f"{where} has {name} {found}, expected {expected}")
-        if self._activation is not None and self._activation != packed.activation:
-            raise ValueError(f"the weights were made for {packed.activation}, but {self._activation} was asked for")
-        self._moe = MoE(self._kernels.format(self._format), packed, self._pool, expert_map)
+        if self._activation is not None and self._activation != held.activation:
+            raise ValueError(f"the weights were made for {held.activation}, but {self._activation} was asked for")
 
     def load_weights_from_tensors(
         self,
@@ -275,6 +302,12 @@ class KTMoEWrapper:
             For types and shapes that do not fit, and for values that are not finite.
         """
         self._check_new()
+        name = "bf16" if self._method == "auto" else self._method
+        if name not in MADE:
+            raise ValueError(
+                f"method {self.method!r} keeps the codes of a checkpoint's own files; tensors can be packed as "
+                f"{', '.join(MADE)}"
+            )
         e, h, i = self.num_experts, self.hidden_size, self.moe_intermediate_size
         expert_map = _expert_map(physical_to_logical_map, e)
         arrays = [
@@ -286,7 +319,7 @@ class KTMoEWrapper:
             name: None if value is None else floats(value, name, (e, n))
             for name, value, n in (("gate_bias", gate_bias, i), ("up_bias", up_bias, i), ("down_bias", down_bias, h))
         }
-        fmt = self._kernels.format(self._format)
+        fmt = self._kernels.format(name)
         packed = PackedLayer.pack(
             fmt,
             *arrays,

@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from . import kernels
-from .config import format_of
 from .conversion import _read_manifest
-from .weights import Checkpoint
 from .weights._header import read_header, what_folder
 from .weights.gguf import Gguf
 from .weights.packed import _absent, _described, layer_path
 from .weights.quantized import Quantized
+from .weights.source import layer_format, open_source
 
 # The method that runs experts of a kind (of `Checkpoint` and `Gguf`) as they are; others are converted.
 NATIVE = {
@@ -75,12 +74,12 @@ def inspect(path):
     if path.is_file():
         if path.suffix == ".safetensors":
             raise ValueError(f"{path} is one file of several; give its folder, {path.parent}")
-        return _read(Gguf(path), "a GGUF file")
+        return _read(open_source(path), "a GGUF file")
     if "ktcy" in found:
         return _converted(path)
     if "GGUF" in found and not (path / "config.json").is_file():
         Gguf(path)
-    return _read(Checkpoint(path), "a Hugging Face checkpoint")
+    return _read(open_source(path), "a Hugging Face checkpoint")
 
 
 def _read(reader, holds):
@@ -135,7 +134,7 @@ def _report(path, holds, architecture, layer, layers):
 
 def _how(report, reader, kind, layer):
     method = NATIVE.get(kind)
-    if method and _available(method):
+    if method and _held(reader, layer):
         commands = [_wrapper(report, report["path"], method, layer)]
         return dict(how="as it is", method=method, commands=commands, error=None, note=ROUNDED.get(kind))
     out = f"{reader.path.resolve().name.removesuffix('.gguf')}-{REPACKED}"
@@ -147,11 +146,11 @@ def _how(report, reader, kind, layer):
     return dict(how="by conversion", method=REPACKED, commands=commands, error=error, note=None)
 
 
-def _available(method):
+def _held(reader, layer):
     try:
-        return format_of(method) in kernels.default().formats
+        return layer_format(reader, layer, "auto", kernels.default())
     except ValueError:
-        return False
+        return None
 
 
 def _wrapper(report, path, method, layer):

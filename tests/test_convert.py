@@ -146,12 +146,13 @@ def test_bytes_depend_on_neither_variant_nor_threads(expected, model, out, varia
 def test_manifest(model, out):
     manifest = convert(model, out)
     assert manifest == json.loads((out / MANIFEST).read_text())
-    assert (manifest["ktcy"], manifest["format"], manifest["layout"]) == (1, "int8", "int8-n16k4-v1")
+    assert (manifest["ktcy"], manifest["format"]) == (1, "int8")
     assert manifest["model"] == "model" and manifest["producer"] == f"ktcy {ktcy.__version__}"
     assert list(manifest["source"]["shards"]) == ["model.safetensors"]
     for number, entry in manifest["layers"].items():
         path = layer_path(out, int(number))
         assert (entry["file"], entry["bytes"]) == (path.name, path.stat().st_size)
+        assert (entry["format"], entry["layout"], entry["kind"]) == ("int8", "int8-n16k4-v1", "bf16")
 
 
 @pytest.mark.parametrize("method", ["AMXINT8", "MOE_INT8", "int8"])
@@ -504,14 +505,20 @@ def test_moved_model_goes_on(expected, model, out, tmp_path):
     assert contents(out) == expected
 
 
-@pytest.mark.parametrize("field, value", [("format", "int4"), ("layout", "int8-n32k4-v1")])
-def test_other_options_are_refused(model, out, field, value):
+def test_other_options_are_refused(model, out):
     convert(model, out, layers=[0])
+    with pytest.raises(ValueError, match="format is int8 there and bf16 here. Convert into another folder"):
+        convert(model, out, format="bf16")
+
+
+def test_layers_of_another_layout_are_made_again(expected, model, out):
+    convert(model, out)
     manifest = json.loads((out / MANIFEST).read_text())
-    manifest[field] = value
+    manifest["layers"]["1"]["layout"] = "int8-n32k4-v1"
     (out / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=f"{field} is {value} there and int8.* here. Convert into another folder"):
-        convert(model, out)
+    layer_path(out, 1).write_bytes(bytes(manifest["layers"]["1"]["bytes"]))
+    convert(model, out)
+    assert contents(out) == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"ktcy": 1}', '{"ktcy": 1, "layers": {"a": {}}}'])

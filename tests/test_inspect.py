@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ktcy
-from ktcy import cli, config, kernels
+from ktcy import cli, kernels
 from ktcy.conversion import convert
 from ktcy.inspection import NATIVE, inspect
 from ktcy.weights import gguf as gguf_reader
@@ -22,8 +22,6 @@ E, H, I = 3, 64, 96  # noqa: E741
 SIZES = dict(num_experts=E, num_experts_per_tok=2, hidden_size=H, moe_intermediate_size=I)
 ACTIVATION = dict(gate="swiglu", alpha=1.0, limit=None, offset=0.0)
 SHAPES = dict(gate=(I, H), up=(I, H), down=(H, I))
-INT8_ONLY = {"int8": ("int8",)}
-EVERY_METHOD = {"int8": ("int8", *NATIVE.values())}
 
 
 @pytest.fixture
@@ -83,8 +81,7 @@ def run(command):
     return cli.main(shlex.split(command)[3:])
 
 
-def test_checkpoint(checkpoint, experts, monkeypatch):
-    monkeypatch.setattr(config, "METHODS", INT8_ONLY)
+def test_checkpoint(checkpoint):
     report = inspect(checkpoint)
     runs = report.pop("runs")
     row = dict(dtype="BF16", count=E)
@@ -109,24 +106,24 @@ def test_checkpoint(checkpoint, experts, monkeypatch):
         },
     }
     (entry,) = runs
-    assert (entry["kind"], entry["layers"], entry["how"], entry["method"]) == ("bf16", [1, 2], "by conversion", "int8")
-    # Given with four digits.
-    want = int8_error([matrix.astype(ml_dtypes.bfloat16) for matrix in experts[0].values()])
-    assert entry["error"] == pytest.approx(want, rel=1e-3)
+    assert (entry["kind"], entry["layers"], entry["how"], entry["method"]) == ("bf16", [1, 2], "as it is", "BF16")
+    assert entry["error"] is None
 
 
-def test_commands_run_as_printed(checkpoint, monkeypatch, tmp_path, capsys):
+def test_commands_run_as_printed(checkpoint, experts, monkeypatch, tmp_path, capsys):
     """C32 what is said to run the weights does."""
-    monkeypatch.setattr(config, "METHODS", INT8_ONLY)
     monkeypatch.chdir(tmp_path)
     (entry,) = inspect(checkpoint)["runs"]
+    (load,) = entry["commands"]
+    run(load)
+    (entry,) = inspect(write_gguf(tmp_path / "a model.gguf", experts, ["Q5_1", "Q5_0"]))["runs"]
     convert_it, load = entry["commands"]
     assert run(convert_it) == 0
     run(load)
     (again,) = inspect(tmp_path / "a model-int8")["runs"]
     (load,) = again["commands"]
     run(load)
-    assert (again["how"], again["method"], again["layers"]) == ("as it is", "int8", [1, 2])
+    assert (again["how"], again["method"], again["layers"]) == ("as it is", "int8", [0, 1])
 
 
 def test_fused_checkpoint_with_biases(tmp_path):
@@ -163,8 +160,7 @@ def test_converted_layers_without_manifest(checkpoint, tmp_path):
     assert list(report["layers"]) == [1, 2] and report["model"] is None and report["runs"][0]["error"] is None
 
 
-def test_gguf_by_conversion(experts, tmp_path, monkeypatch):
-    monkeypatch.setattr(config, "METHODS", INT8_ONLY)
+def test_gguf_by_conversion(experts, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", experts, ["Q5_1", "Q8_0+Q8_0+Q5_1", "Q8_0"])
     report = inspect(path)
     assert (report["holds"], report["architecture"]) == ("a GGUF file", "qwen3moe")
@@ -181,10 +177,9 @@ def test_gguf_by_conversion(experts, tmp_path, monkeypatch):
     assert repacked["error"] == pytest.approx(want, rel=1e-3)
 
 
-def test_gguf_as_it_is(experts, tmp_path, monkeypatch):
-    """With the methods that ktcy may have, each kind is run by its own; only what none holds is repacked."""
-    monkeypatch.setattr(config, "METHODS", EVERY_METHOD)
-    types = {"Q8_0": "q8_0", "Q4_0": "q4_0", "MXFP4": "mxfp4", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+def test_gguf_as_it_is(experts, tmp_path):
+    """Each kind is run by its own method; only what no format holds is repacked."""
+    types = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
     path = write_gguf(tmp_path / "m.gguf", experts, [*types, "Q5_1"])
     *native, last = inspect(path)["runs"]
     assert [entry["kind"] for entry in native] == [*types.values()]
@@ -203,8 +198,7 @@ def test_every_kind_has_a_method():
     assert len(ours) > 5 and kinds <= {*NATIVE}
 
 
-def test_text(checkpoint, experts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(config, "METHODS", INT8_ONLY)
+def test_text(checkpoint, experts, tmp_path, capsys):
     assert cli.main(["inspect", str(checkpoint)]) == 0
     text = capsys.readouterr().out
     for line in (
@@ -216,10 +210,9 @@ def test_text(checkpoint, experts, tmp_path, capsys, monkeypatch):
         "experts in all     0.21 MiB in 2 layers",
         "bf16, 0.11 MiB a layer: layers 1-2",
         "  model.layers.N.mlp.experts.E.down_proj.weight  BF16  [64, 96]  x 3",
-        f"  python -m ktcy convert '{checkpoint}' 'a model-int8' --format int8",
     ):
         assert line in text.splitlines()
-    assert "bf16 runs by conversion, weights changed by 0." in text
+    assert "bf16 runs as it is: layers 1-2" in text
 
     path = write_gguf(tmp_path / "m.gguf", experts, ["Q8_0", "Q8_0", "Q4_0"])
     assert cli.main(["inspect", str(path)]) == 0

@@ -155,8 +155,8 @@ def test_methods_are_one_format(name):
 
 
 def test_unknown_method_lists_all():
-    for name in ("int5", "AMXINT4", "", None):
-        with pytest.raises(ValueError, match=f"{name!r}; the methods are AMXINT8, MOE_INT8, int8"):
+    for name in ("int5", "AMXINT5", "", None):
+        with pytest.raises(ValueError, match=f"{name!r}; the methods are AMXINT8, MOE_INT8, int8, AMXINT4.*, gguf, auto"):
             wrapper(method=name)
 
 
@@ -760,23 +760,21 @@ def test_no_weight_path():
 
 def wrong_folders(tmp_path):
     """name -> (weight_path, what the message says)."""
-    names = dict(missing=[], empty=[], checkpoint=["config.json", "model.safetensors"], gguf=["m.gguf"])
+    names = dict(missing=[], empty=[], tensors=["model.safetensors"], gguf=["m.gguf"])
     names |= dict(kt_kernel=["_layer_0"], pickles=["pytorch_model.bin"], other=["notes.txt"])
     for name, files in names.items():
         for file in files:
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / file).write_bytes(b"")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "file.gguf").write_bytes(b"")
     return {
         "missing": "there is no such folder",
         "empty": "it is empty",
-        "checkpoint": "a Hugging Face checkpoint",
+        "tensors": "safetensors files without a config.json",
         "gguf": "GGUF files",
         "kt_kernel": "weights converted by kt-kernel",
         "pickles": "PyTorch pickles",
         "other": "notes.txt",
-        "file.gguf": "a file of type .gguf",
     }
 
 

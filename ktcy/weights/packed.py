@@ -24,6 +24,7 @@ import os
 import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ import numpy as np
 from .. import kernels
 from .._version import __version__
 from ..config import Activation, LayerShape
+from ..runtime.memory import require
 from ._header import Tensor, read_header, what_folder
 from .quantized import Quantized
 
@@ -116,7 +118,10 @@ def pack_expert(fmt, expert, out):
             if fmt.codes is None:
                 fmt.pack(matrix.dequantize() if isinstance(matrix, Quantized) else matrix, weight, scale)
             else:
-                fmt.pack(matrix.codes, weight, scale, matrix.scale, matrix.zero)
+                coded = matrix.packs_as(fmt)
+                if coded is None:
+                    raise ValueError(f"{fmt.name} cannot hold its scales and zero points; use int8, int4 or bf16")
+                fmt.pack(coded.codes, weight, scale, coded.scale, coded.zero)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{expert.source[name]}: {error}") from None
         if f"{part}.bias" in out:
@@ -191,7 +196,8 @@ def no_room(path, size, code):
 
 
 def write_at(fd, data, offset):
-    data = memoryview(data).cast("B")
+    data = memoryview(data)
+    data = data.cast("B") if data.nbytes else b""  # a format without scales
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
@@ -295,17 +301,44 @@ class PackedLayer:
             if has_bias:
                 _check_stack(f"{name}_bias", stack, (e, size))
 
+        return cls._filled(fmt, lambda e: _Expert(e, matrices, biases), shape, activation, has_bias, layer, threads)
+
+    @classmethod
+    def read(cls, fmt, source, layer, threads=1):
+        """Packs a layer of a model's own files into anonymous memory, expert by expert.
+
+        Parameters
+        ----------
+        fmt : Format
+            Of `weights.source.layer_format`.
+        source : Checkpoint or Gguf
+        layer : int
+        threads : int
+
+        Raises
+        ------
+        MemoryError
+            When it does not fit what is available; with figures.
+        ValueError, OSError
+            For damaged files, and values that are not finite or that the format cannot hold: file, tensor, expert.
+        """
+        expert = partial(source.expert, layer)
+        return cls._filled(fmt, expert, source.shape, source.activation, source.has_bias, layer, threads)
+
+    @classmethod
+    def _filled(cls, fmt, expert, shape, activation, has_bias, layer, threads):
         size = max(t.end for t in layer_tensors(fmt, shape, has_bias).values())
+        require(size, f"layer {layer}")
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         packed = cls(fmt, layer, shape, activation, has_bias, np.frombuffer(memory, np.uint8))
 
         def one(e):
-            pack_expert(fmt, _Expert(e, matrices, biases), {name: t[e] for name, t in packed.tensors.items()})
+            pack_expert(fmt, expert(e), {name: t[e] for name, t in packed.tensors.items()})
 
         with ThreadPoolExecutor(threads) as pool:
-            in_order(pool, one, range(e))
+            in_order(pool, one, range(shape.num_experts))
         return packed
 
     @classmethod
@@ -344,7 +377,7 @@ class PackedLayer:
         if lock:
             _lock(memory, path)
         packed = cls(fmt, layer, shape, activation, has_bias, memory, path)
-        _SCALES[fmt.name](packed)
+        _check_scales(packed)
         if has_bias:
             packed._check_finite("gate_up.bias", packed.gate_up_bias)
             packed._check_finite("down.bias", packed.down_bias)
@@ -391,6 +424,8 @@ class PackedLayer:
         if lowest <= low and abs(low) < math.inf and high < math.inf:
             return
         at = expert, block, n = tuple(np.argwhere(~(np.isfinite(values) & (values >= lowest)))[0])
+        if values.shape[2] != ROWS:
+            n = 0  # a scale for all rows of a block
         matrix = "down"
         if name.startswith("gate_up"):
             matrix, block = ("gate", "up")[block % 2], block // 2
@@ -399,13 +434,12 @@ class PackedLayer:
         )
 
 
-def _float32_scales(packed):
-    for name in ("gate_up.scale", "down.scale"):
-        packed._check_finite(name, packed.tensors[name].view(np.float32), lowest=0)
-
-
-# How a format's scales are checked when a layer is opened.
-_SCALES = {"int8": _float32_scales}
+def _check_scales(packed):
+    """Formats whose scales are a small part of the file, and so can be read whole when it is opened."""
+    for part in ("gate_up", "down"):
+        scale = packed.tensors[f"{part}.scale"]
+        if packed.format in ("int8", "fp8", "fp8_channel"):
+            packed._check_finite(f"{part}.scale", scale.view(np.float32), lowest=0)
 
 
 def _check_stack(name, stack, expected):

@@ -32,7 +32,7 @@ class Quantized:
     codes : ndarray of uint8 [N, K]
         One code a byte, any strides.
     scale : ndarray [N, ceil(K / group)]
-        float32, float16, bfloat16, or uint8: e8m0, 2 ** (scale - 127). Finite, not negative.
+        float32, float16, bfloat16, or uint8: e8m0, 2 ** (scale - 127). Finite; negative only as GGUF has it.
     group : int
         So many values along K share a scale; 0 means all of a row.
     zero : ndarray of uint8 [N, ceil(K / group)], optional
@@ -54,7 +54,36 @@ class Quantized:
 
     @property
     def nbytes(self):
-        return self.codes.nbytes
+        """Bytes that the codes have in a checkpoint."""
+        return self.codes.size // (2 if len(CODES[self.kind]) == 16 else 1)
+
+    def packs_as(self, fmt):
+        """The same numbers as a `Format` of codes takes them, or None if it cannot hold them all exactly.
+
+        Scales of a larger group are repeated, those of another dtype cast, and zero points spelled out.
+        """
+        groups = -(-self.shape[1] // (fmt.group or self.shape[1]))
+        if self.kind != fmt.codes or not (self.group == 0 or fmt.group and self.group % fmt.group == 0):
+            return None
+        scale, zero = self.scale, self.zero
+        if scale.dtype.name != fmt.code_scale:
+            if np.dtype(np.uint8) in (scale.dtype, np.dtype(fmt.code_scale)):
+                return None
+            with np.errstate(over="ignore"):
+                scale = scale.astype(fmt.code_scale)
+            if np.any(scale.astype(np.float32) != self.scale.astype(np.float32)):
+                return None
+        if fmt.zero and zero is None:
+            zero = np.full(scale.shape, 8, np.uint8)
+        elif not fmt.zero and zero is not None:
+            if np.any(zero != 8):
+                return None
+            zero = None
+        if self.group != fmt.group:
+            times = groups if self.group == 0 else self.group // fmt.group
+            scale = np.repeat(scale, times, axis=1)[:, :groups]
+            zero = None if zero is None else np.repeat(zero, times, axis=1)[:, :groups]
+        return replace(self, scale=scale, zero=zero, group=fmt.group)
 
     def __getitem__(self, rows):
         """Some of the rows, a slice of N."""
