@@ -65,38 +65,41 @@ typedef vf32 (*bf16_scale)(const kt_strip *now, int64_t n, int64_t i);
 KT_INLINE vf32 bf16_even(vi32 line) { return vi32_float(vi32_shl(line, 16)); }
 KT_INLINE vf32 bf16_odd(vi32 line) { return vi32_float(vi32_and(line, vi32_set1((int32_t)0xffff0000))); }
 
+/* Unrolled by force: gcc leaves a loop of two, and its accumulators in memory (half the speed). */
+#define KT_ROWS _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
+
 /* Sums of a few rows x with block n. rows is a compile-time constant at each call: the accumulators live in registers.
  * With a group, the sum of each group of K is scaled before it is added. */
 KT_INLINE void bf16_micro(int rows, const float *const *x, int64_t step, const kt_strip *now, int64_t n,
                           float (*c)[32], bf16_decode decode, int64_t group, bf16_scale scale) {
     const int64_t k = now->g->k;
     vf32 total[KT_BF16_ROWS], acc[KT_BF16_ROWS];
-    for (int r = 0; r < rows; r++)
+    KT_ROWS
         total[r] = acc[r] = vf32_set1(0.0f);
     for (int64_t i = 0, at = 0; i < k; i += 32, at += step) {
         vf32 even[KT_BF16_ROWS], odd[KT_BF16_ROWS];
-        for (int r = 0; r < rows; r++)
+        KT_ROWS
             even[r] = odd[r] = vf32_set1(0.0f);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
             vf32 w_even, w_odd;
             decode(now, n, i, j, &w_even, &w_odd);
-            for (int r = 0; r < rows; r++) {
+            KT_ROWS {
                 even[r] = vf32_fma(w_even, vf32_set1(x[r][at + 2 * j]), even[r]);
                 odd[r] = vf32_fma(w_odd, vf32_set1(x[r][at + 2 * j + 1]), odd[r]);
             }
         }
-        for (int r = 0; r < rows; r++)
+        KT_ROWS
             acc[r] = vf32_add(acc[r], vf32_add(even[r], odd[r]));
         if (group && ((i + 32) % group == 0 || i + 32 >= k)) {
             const vf32 s = scale(now, n, i / group * group);
-            for (int r = 0; r < rows; r++) {
+            KT_ROWS {
                 total[r] = vf32_fma(acc[r], s, total[r]);
                 acc[r] = vf32_set1(0.0f);
             }
         }
     }
-    for (int r = 0; r < rows; r++)
+    KT_ROWS
         vf32_store(c[r], group ? total[r] : acc[r]);
 }
 
