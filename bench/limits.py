@@ -13,5 +13,8 @@ if __name__ == "__main__":
     for threads in sorted({1, 2, 4, 8, 16, 32, cpus} & set(range(1, cpus + 1))):
         with Pool(threads) as pool:
             read = limits.read_bandwidth(kernels.default(), pool, memory, 3 * 2048 * 768)
-            peaks = ", ".join(f"{n} {limits.peak_int8(kernels.load(n), pool) / 1e9:.0f}" for n in kernels.available())
-            print(f"{threads:3} threads: read {read / 1e9:6.1f} GB/s; int8 GOPS: {peaks}", flush=True)
+            print(f"{threads:3} threads: read {read / 1e9:6.1f} GB/s", end="", flush=True)
+            for core in ("int8", "bf16"):
+                peaks = [f"{n} {limits.peak(kernels.load(n), pool, core) / 1e9:.0f}" for n in kernels.available()]
+                print(f"; {core} GOPS: {', '.join(peaks)}", end="", flush=True)
+            print()

@@ -153,7 +153,7 @@ def run(folder, *, layers=3, sizes=SIZES, batches=(1, 16, 256, 1024), threads=No
         table, pool = kernels.load(variant), moes[0].pool
 
         def measured():
-            return limits.read_bandwidth(table, pool, memory, weight), limits.peak_int8(table, pool)
+            return limits.read_bandwidth(table, pool, memory, weight), limits.peak(table, pool, "int8")
 
         after = measured()
         for n in batches:

@@ -19,6 +19,7 @@ cdef struct Probe:
     const int64_t *piece
     int64_t piece_bytes, slices, rounds
     uint64_t *result
+    bint bf16
 
 
 cdef void read_slice(void *ctx, int64_t i, int thread) noexcept nogil:
@@ -28,11 +29,11 @@ cdef void read_slice(void *ctx, int64_t i, int thread) noexcept nogil:
     p.result[i] = p.kernels.probe_read(at, width)
 
 
-cdef void dot_s8(void *ctx, int64_t i, int thread) noexcept nogil:
+cdef void dot(void *ctx, int64_t i, int thread) noexcept nogil:
     cdef Probe *p = <Probe *>ctx
     cdef kt_thread state
     p.kernels.begin(&state)
-    p.result[i] = p.kernels.probe_s8(p.rounds)
+    p.result[i] = p.kernels.probe_bf16(p.rounds) if p.bf16 else p.kernels.probe_s8(p.rounds)
     p.kernels.end(&state)
 
 
@@ -85,19 +86,26 @@ def read_bandwidth(Kernels kernels, Pool pool, memory, int64_t piece_bytes, int 
     return float(np.median(rates))
 
 
-def peak_int8(Kernels kernels, Pool pool, int repeats=9):
-    """Operations per second (two a multiply-add) of the variant's int8 instructions on registers, all threads."""
+def peak(Kernels kernels, Pool pool, core, int repeats=9):
+    """Operations per second (two a multiply-add) of a core's instructions on registers, all threads.
+
+    Parameters
+    ----------
+    core : {"int8", "bf16"}
+        As of `Format.core`.
+    """
     cdef Probe p
     cdef cnp.ndarray result = np.empty(pool.threads * 4, np.uint64)
     cdef int64_t tasks = pool.threads * 4
     p.kernels = kernels.table
     p.rounds = 20000
+    p.bf16 = core == "bf16"
     p.result = <uint64_t *>cnp.PyArray_DATA(result)
     rates = []
     while len(rates) < repeats:
         start = time.perf_counter()
         with nogil:
-            kt_pool_run(pool.p, dot_s8, &p, tasks)
+            kt_pool_run(pool.p, dot, &p, tasks)
         seconds = time.perf_counter() - start
         if seconds < 0.01:
             p.rounds *= 2

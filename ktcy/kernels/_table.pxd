@@ -48,6 +48,7 @@ cdef extern from "table.h" nogil:
     ctypedef struct kt_format:
         const char *name
         const char *layout
+        const char *rows
         const char *codes
         const char *scale
         int64_t group, zero, few_rows
@@ -82,6 +83,7 @@ cdef extern from "table.h" nogil:
         void store(const float *src, int64_t n, kt_dtype dtype, void *dst) noexcept nogil
         uint64_t probe_read(const void *p, int64_t bytes) noexcept nogil
         uint64_t probe_s8(int64_t rounds) noexcept nogil
+        uint64_t probe_bf16(int64_t rounds) noexcept nogil
         const kt_format *formats
         int64_t n_formats
         const kt_op *ops

@@ -198,6 +198,11 @@ cdef class Format:
         return self.fmt.scale_bytes(k)
 
     @property
+    def core(self):
+        """Which core multiplies: "int8" or "bf16"."""
+        return "bf16" if self.fmt.rows == b"bf16" else "int8"
+
+    @property
     def codes(self):
         """Kind of the codes that `pack` takes (weights/quantized.py), or None: it takes floats."""
         return None if self.fmt.codes == NULL else self.fmt.codes.decode()

@@ -68,23 +68,26 @@ KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const
     _tile_stored(1, &c[0][16], 128);
 }
 
-KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    static const int8_t ones[1024] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
-    _tile_loadd(4, ones, 64);
-    _tile_loadd(5, ones, 64);
-    _tile_loadd(6, ones, 64);
-    _tile_loadd(7, ones, 64);
-    for (int64_t n = 0; n < rounds; n++) {
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
+#define KT_TILE_PROBE(name, dot, k) \
+    KT_INLINE uint64_t name(int64_t rounds) { \
+        _tile_zero(0); \
+        _tile_zero(1); \
+        _tile_zero(2); \
+        _tile_zero(3); \
+        static const int8_t ones[1024] = {1, 2, 3, 4, 5, 6, 7, 8, 9}; \
+        _tile_loadd(4, ones, 64); \
+        _tile_loadd(5, ones, 64); \
+        _tile_loadd(6, ones, 64); \
+        _tile_loadd(7, ones, 64); \
+        for (int64_t n = 0; n < rounds; n++) { \
+            dot(0, 4, 6); \
+            dot(1, 4, 7); \
+            dot(2, 5, 6); \
+            dot(3, 5, 7); \
+        } \
+        return (uint64_t)rounds * 4 * 16 * 16 * k; \
     }
-    return (uint64_t)rounds * 4 * 16 * 16 * 64;
-}
+KT_TILE_PROBE(kt_probe_s8, _tile_dpbssd, 64)
+KT_TILE_PROBE(kt_probe_bf16, _tile_dpbf16ps, 32)
 
 #endif

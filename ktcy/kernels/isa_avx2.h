@@ -139,6 +139,19 @@ KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
     return (uint64_t)rounds * 8 * 32;
 }
 
+KT_INLINE uint64_t kt_probe_bf16(int64_t rounds) {
+    const __m256 w = _mm256_set1_ps(0.5f), x = _mm256_set1_ps(0.25f);
+    __m256 acc[10];
+    for (int i = 0; i < 10; i++)
+        acc[i] = _mm256_set1_ps((float)i);
+    for (int64_t n = 0; n < rounds; n++)
+        for (int i = 0; i < 10; i++)
+            acc[i] = _mm256_fmadd_ps(acc[i], w, x);
+    for (int i = 0; i < 10; i++)
+        __asm__ volatile("" : : "x"(acc[i]));
+    return (uint64_t)rounds * 10 * 8;
+}
+
 #define KT_FEW_ROWS 4
 
 #endif

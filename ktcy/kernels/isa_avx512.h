@@ -95,6 +95,24 @@ KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
 }
 #endif
 
+#ifndef KT_HAVE_TILES
+KT_INLINE uint64_t kt_probe_bf16(int64_t rounds) {
+    const __m512 w = _mm512_set1_ps(0.5f), x = _mm512_set1_ps(0.25f);
+    __m512 acc[12];
+    for (int i = 0; i < 12; i++)
+        acc[i] = _mm512_set1_ps((float)i);
+    for (int64_t n = 0; n < rounds; n++)
+        for (int i = 0; i < 12; i++)
+            acc[i] = _mm512_fmadd_ps(acc[i], w, x);
+    float sum[16];
+    for (int i = 1; i < 12; i++)
+        acc[0] = _mm512_add_ps(acc[0], acc[i]);
+    _mm512_storeu_ps(sum, acc[0]);
+    __asm__ volatile("" : : "x"(sum[0]));
+    return (uint64_t)rounds * 12 * 16;
+}
+#endif
+
 #ifndef KT_FEW_ROWS
 #define KT_FEW_ROWS 4
 #endif

@@ -90,7 +90,7 @@ typedef struct {
 } kt_source;
 
 typedef struct {
-    const char *name, *layout;
+    const char *name, *layout, *rows; /* rows: whose activation rows it takes; those of the bf16 core are "bf16" */
     /* What pack takes: codes of this kind, whose scales of this dtype hold for group values of K (0: a row), and
      * zero points if zero; codes NULL: floats. Names as of weights/quantized.py. */
     const char *codes, *scale;
@@ -140,9 +140,10 @@ typedef struct {
     void (*end)(kt_thread *t);
     /* n float32 rounded to the caller's type. */
     void (*store)(const float *src, int64_t n, kt_dtype dtype, void *dst);
-    /* Limits of this machine: sum of the bytes read; int8 multiply-adds from registers, returns their count. */
+    /* Limits of this machine: sum of the bytes read; multiply-adds of each core from registers, returns their count. */
     uint64_t (*probe_read)(const void *p, int64_t bytes);
     uint64_t (*probe_s8)(int64_t rounds);
+    uint64_t (*probe_bf16)(int64_t rounds);
     const kt_format *formats;
     int64_t n_formats;
     const kt_op *ops;

@@ -43,7 +43,7 @@ static uint64_t kt_probe_read(const void *p, int64_t bytes) {
 }
 
 #define KT_FORMAT_ROW(f, rows, layout, codes, scale, group, zero) \
-    {#f, layout, codes, scale, group, zero, KT_FEW_ROWS, f##_weight_bytes, f##_scale_bytes, rows##_row_bytes, \
+    {#f, layout, #rows, codes, scale, group, zero, KT_FEW_ROWS, f##_weight_bytes, f##_scale_bytes, rows##_row_bytes, \
      rows##_panel_bytes, f##_work_bytes, f##_pack_work, f##_pack, f##_unpack, rows##_quantize, rows##_tile, \
      f##_gate_up, f##_down},
 static const kt_format kt_formats[] = {KT_FORMATS(KT_FORMAT_ROW)};
@@ -55,6 +55,7 @@ static const kt_kernels kt_table = {
     kt_store_row,
     kt_probe_read,
     kt_probe_s8,
+    kt_probe_bf16,
     kt_formats,
     sizeof kt_formats / sizeof *kt_formats,
     kt_ops,
