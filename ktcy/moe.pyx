@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from ktcy.kernels._table cimport (
-    KT_BLOCK, Format, dtype_code, kt_activation, kt_dtype, kt_format, kt_kernels,
+    KT_BLOCK, KT_F32, Format, dtype_code, kt_activation, kt_dtype, kt_format, kt_kernels,
 )
 from ktcy.runtime.pool cimport (
     Pool, kt_group_alloc, kt_group_free, kt_pool, kt_pool_lock, kt_pool_run_groups_locked, kt_pool_unlock,
@@ -73,7 +73,8 @@ cdef extern from "plan.h" nogil:
 
     int64_t KT_NO_MEMORY, KT_N_PHASES, KT_DOWN_BLOCKS
     const char *kt_phase_names[]
-    size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, int threads, char *base)
+    size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, const kt_pool *pool, int group,
+                           char *base)
     int64_t kt_job_check(const kt_job *job)
     int64_t kt_job_pass(kt_job *job, int64_t start)
     int64_t kt_job_run(void *ctx)
@@ -223,12 +224,14 @@ cdef class MoE:
         free(self.slices)
 
     def scratch_bytes(self, int64_t tokens, int64_t top_k):
-        """Bytes of scratch memory that a forward of so many tokens needs."""
+        """Bytes of scratch memory that a forward of so many tokens to float32 needs: a list, one a group."""
         cdef kt_plan plan
         cdef kt_batch batch
+        cdef int g
         batch.tokens = min(tokens, <int64_t>CHUNK)
         batch.top_k = top_k
-        return kt_plan_scratch(&plan, &self.layer, &batch, self.pool.threads, NULL)
+        batch.out_dtype = KT_F32
+        return [kt_plan_scratch(&plan, &self.layer, &batch, self.pool.p, g, NULL) for g in range(self.pool.groups)]
 
     cdef kt_job job(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
         cdef kt_job job
@@ -255,7 +258,7 @@ cdef class MoE:
     cdef error(self, int64_t status, ids):
         """The exception that the status of a forward means."""
         if status == KT_NO_MEMORY:
-            need = self.scratch_bytes(len(ids), ids.shape[1]) / 2**20
+            need = sum(self.scratch_bytes(len(ids), ids.shape[1])) / 2**20
             return MemoryError(f"no {need:.0f} MiB of scratch memory for {len(ids)} tokens")
         token, slot = divmod(status - 1, ids.shape[1])
         return ValueError(

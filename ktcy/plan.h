@@ -9,6 +9,19 @@
  * Every output element is summed by one task in one order, and each product is exact up to its documented
  * rounding, so neither threads nor batch nor position change a bit. A `unit` is up to 16 slots of one expert: what
  * one tile row holds.
+ *
+ * Scratch is one block a group of threads, on the group's node. Who writes and who reads decides where an array lies:
+ *
+ *   array                         block of     written by             read by
+ *   h, its group's columns        each group   its gate/up tasks      requantize, all groups: I float32 a slot, once
+ *   columns, its down blocks      each group   its down tasks         rows, all groups: H outputs a token, once
+ *   sums, row, line, work         each group   one of its threads     the same thread
+ *   plan, x and h as the format   group 0      thread 0; quantize,    gate/up and down, all groups
+ *   wants them, rows and tiles                 gather, requantize
+ *
+ * So neither weights nor sums cross between nodes, only activations do: a slot's h once in float32, and once for each
+ * other group what is small, x before gate/up and h before down in the format's encoding. With h whole in one block
+ * the other groups would pay for two transfers more: a store to a remote line reads it first and writes it back.
  */
 #ifndef KT_PLAN_H
 #define KT_PLAN_H
@@ -63,71 +76,97 @@ typedef struct {
     int32_t expert, slot, rows, tile; /* tile: number of its tile row, or -1 */
 } kt_unit;
 
+/* What lies in the block of one group. */
+typedef struct {
+    float *h;      /* [slots, ldh] */
+    int64_t ldh;   /* its pairs, in columns */
+    char *columns; /* [down tasks, tokens, columns of one] of out's type */
+    char *own;     /* [threads, own_bytes]: sums, work, row, line of a thread */
+    int64_t runs;  /* gate/up tasks an expert */
+} kt_part;
+
 typedef struct {
     const kt_layer *layer;
     const kt_batch *batch;
+    const kt_pool *pool;
     int64_t slots, units, active, tiles;
-    /* sizes derived from the layer: bytes of a row and of its part of a tile */
-    int64_t pairs, blocks, k_hidden, k_inter, x_bytes, h_bytes, x_tile, h_tile, work_bytes, ldh;
-    int64_t *pair_run, *runs, *tasks; /* a group's gate/up tasks: pairs each, tasks an expert; tasks in all */
+    int64_t pair_run; /* pairs of a gate/up task */
+    /* sizes derived from the layer: bytes of a row and of its part of a tile; where things lie in a thread's own */
+    int64_t k_hidden, k_inter, x_bytes, h_bytes, x_tile, h_tile, work_at, row_at, line_at, own_bytes;
+    kt_part *part;  /* [groups] */
+    int64_t *tasks; /* [groups] of one stage */
     int32_t *offset, *first_tile, *expert_ids, *token;
-    float *route, *h, *sums;
-    char *x, *x_tiles, *hq, *row, *h_tiles, *columns, *work;
+    float *route;
+    char *x, *x_tiles, *hq, *h_tiles;
     kt_meta *x_meta, *h_meta;
     kt_unit *unit;
 } kt_plan;
 
 static inline int64_t kt_ceil(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
-/* Lays the scratch arrays out from base (NULL: only measures) and returns the bytes they take. */
-static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, int threads, char *base)
+static inline int64_t kt_lines(int64_t bytes) { return kt_ceil(bytes, 64) * 64; }
+
+/* Lays the arrays in the block of a group out from base, group 0 first (NULL: only measures). Returns their bytes. */
+static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, const kt_pool *pool,
+                                     int group, char *base)
 {
     const int64_t slots = batch->tokens * batch->top_k;
     const int64_t touched = slots < layer->experts ? slots : layer->experts;
     p->layer = layer;
     p->batch = batch;
-    p->pairs = kt_ceil(layer->inter, KT_BLOCK);
-    p->blocks = kt_ceil(layer->hidden, KT_BLOCK);
+    p->pool = pool;
     p->k_hidden = kt_ceil(layer->hidden, KT_KPAD) * KT_KPAD;
     p->k_inter = kt_ceil(layer->inter, KT_KPAD) * KT_KPAD;
     p->x_bytes = layer->format->row_bytes(layer->hidden);
     p->h_bytes = layer->format->row_bytes(layer->inter);
     p->x_tile = layer->format->panel_bytes(layer->hidden);
     p->h_tile = layer->format->panel_bytes(layer->inter);
-    p->ldh = p->pairs * KT_BLOCK;
     const int64_t most = layer->hidden > layer->inter ? layer->hidden : layer->inter;
-    p->work_bytes = (layer->format->work_bytes(most) + 63) / 64 * 64;
+    p->work_at = kt_lines(batch->tokens * KT_DOWN_BLOCKS * KT_BLOCK * (int64_t)sizeof(float));
+    p->row_at = p->work_at + kt_lines(layer->format->work_bytes(most));
+    p->line_at = p->row_at + kt_lines(p->h_bytes);
+    p->own_bytes = p->line_at + (layer->groups > 1 ? kt_lines(layer->inter * (int64_t)sizeof(float)) : 0);
 
     const int64_t units = slots / 16 + touched, many = slots / (layer->format->few_rows + 1);
     const int64_t tiles = slots / 16 + (many < touched ? many : touched);
     size_t at = 0;
-#define KT_TAKE(field, type, count) \
-    p->field = (type *)(base + at); \
-    at += ((size_t)(count) * sizeof(type) + 63) / 64 * 64
-    KT_TAKE(pair_run, int64_t, layer->groups);
-    KT_TAKE(runs, int64_t, layer->groups);
-    KT_TAKE(tasks, int64_t, layer->groups);
-    KT_TAKE(offset, int32_t, layer->experts + 1);
-    KT_TAKE(first_tile, int32_t, layer->experts);
-    KT_TAKE(expert_ids, int32_t, touched);
-    KT_TAKE(token, int32_t, slots);
-    KT_TAKE(route, float, slots);
-    KT_TAKE(unit, kt_unit, units);
-    KT_TAKE(x_meta, kt_meta, batch->tokens);
-    KT_TAKE(h_meta, kt_meta, slots);
-    KT_TAKE(x, char, batch->tokens * p->x_bytes);
-    KT_TAKE(hq, char, slots * p->h_bytes);
-    KT_TAKE(row, char, threads * p->h_bytes);
-    KT_TAKE(h, float, slots * p->ldh);
-    KT_TAKE(sums, float, threads * batch->tokens * KT_DOWN_BLOCKS * KT_BLOCK);
-    KT_TAKE(x_tiles, char, tiles * 16 * p->x_tile);
-    KT_TAKE(h_tiles, char, tiles * 16 * p->h_tile);
-    KT_TAKE(work, char, threads * p->work_bytes);
+#define KT_TAKE(to, type, count) \
+    to = (type *)(base + at); \
+    at += kt_lines((count) * (int64_t)sizeof(type))
+    if (group == 0) {
+        KT_TAKE(p->part, kt_part, layer->groups);
+        KT_TAKE(p->tasks, int64_t, layer->groups);
+        KT_TAKE(p->offset, int32_t, layer->experts + 1);
+        KT_TAKE(p->first_tile, int32_t, layer->experts);
+        KT_TAKE(p->expert_ids, int32_t, touched);
+        KT_TAKE(p->token, int32_t, slots);
+        KT_TAKE(p->route, float, slots);
+        KT_TAKE(p->unit, kt_unit, units);
+        KT_TAKE(p->x_meta, kt_meta, batch->tokens);
+        KT_TAKE(p->h_meta, kt_meta, slots);
+        KT_TAKE(p->x, char, batch->tokens * p->x_bytes);
+        KT_TAKE(p->hq, char, slots * p->h_bytes);
+        KT_TAKE(p->x_tiles, char, tiles * 16 * p->x_tile);
+        KT_TAKE(p->h_tiles, char, tiles * 16 * p->h_tile);
+    }
+    const kt_slice *s = &layer->slices[group];
+    kt_part part = {.ldh = s->pairs * KT_BLOCK};
+    KT_TAKE(part.own, char, pool->group[group].threads * p->own_bytes);
+    KT_TAKE(part.h, float, slots * part.ldh);
     if (batch->tokens > KT_DIRECT_TOKENS) {
-        KT_TAKE(columns, char, 4 * kt_ceil(p->blocks, KT_DOWN_BLOCKS) * KT_DOWN_BLOCKS * KT_BLOCK * batch->tokens);
+        const int64_t wide = kt_ceil(s->blocks, KT_DOWN_BLOCKS) * KT_DOWN_BLOCKS * KT_BLOCK;
+        KT_TAKE(part.columns, char, wide * batch->tokens * kt_size(batch->out_dtype));
     }
 #undef KT_TAKE
+    if (base)
+        p->part[group] = part;
     return at;
+}
+
+static inline char *kt_plan_own(const kt_plan *p, int thread)
+{
+    const int group = kt_pool_group_of(p->pool, thread);
+    return p->part[group].own + (thread - p->pool->group[group].thread) * p->own_bytes;
 }
 
 static inline int64_t kt_id(const kt_batch *b, int64_t t, int64_t j)
@@ -192,7 +231,7 @@ static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_ma
 {
     const int32_t first = p->offset[expert], tile = p->first_tile[expert];
     kt_gemm g = {.m = p->offset[expert + 1] - first, .weight = w->weight, .scale = w->scale, .bias = w->bias};
-    g.work = p->work + thread * p->work_bytes;
+    g.work = kt_plan_own(p, thread) + p->work_at;
     if (down) {
         g.k = p->k_inter;
         g.x = p->hq + first * p->h_bytes;
@@ -236,14 +275,29 @@ static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
     const kt_slice *s = &p->layer->slices[group];
-    const int64_t run = p->pair_run[group], runs = p->runs[group];
+    const kt_part *part = &p->part[group];
+    const int64_t run = p->pair_run, runs = part->runs;
     const int64_t expert = p->expert_ids[i / runs], j0 = i % runs * run, j1 = j0 + run < s->pairs ? j0 + run : s->pairs;
     const kt_gemm g = kt_plan_gemm(p, expert, &s->gate_up[expert], false, thread);
     kt_thread state;
     p->layer->kernels->begin(&state);
     p->layer->format->gate_up(&g, &p->layer->activation, j0, j1,
-                              p->h + p->offset[expert] * p->ldh + s->pair * KT_BLOCK, p->ldh);
+                              part->h + p->offset[expert] * part->ldh, part->ldh);
     p->layer->kernels->end(&state);
+}
+
+/* The row of h of a slot: where it lies, or brought together from all groups in `line`. */
+static inline const float *kt_plan_h(const kt_plan *p, int64_t slot, float *line)
+{
+    if (p->layer->groups == 1)
+        return p->part->h + slot * p->part->ldh;
+    for (int64_t g = 0; g < p->layer->groups; g++) {
+        const kt_part *part = &p->part[g];
+        const int64_t at = p->layer->slices[g].pair * KT_BLOCK, left = p->layer->inter - at;
+        if (left > 0)
+            memcpy(line + at, part->h + slot * part->ldh, (size_t)(left < part->ldh ? left : part->ldh) * sizeof *line);
+    }
+    return line;
 }
 
 static void kt_task_requantize(void *ctx, int64_t i, int thread)
@@ -251,13 +305,15 @@ static void kt_task_requantize(void *ctx, int64_t i, int thread)
     const kt_plan *p = ctx;
     const kt_unit u = p->unit[i];
     const kt_format *f = p->layer->format;
+    char *own = kt_plan_own(p, thread);
+    float *line = (float *)(own + p->line_at);
     kt_thread state;
     p->layer->kernels->begin(&state);
     for (int64_t r = 0; r < 16; r++) {
         const int64_t slot = u.slot + r;
-        char *row = u.tile < 0 ? p->hq + slot * p->h_bytes : p->row + thread * p->h_bytes;
+        char *row = u.tile < 0 ? p->hq + slot * p->h_bytes : own + p->row_at;
         if (r < u.rows)
-            f->quantize(p->h + slot * p->ldh, KT_F32, p->layer->inter, row, &p->h_meta[slot]);
+            f->quantize(kt_plan_h(p, slot, line), KT_F32, p->layer->inter, row, &p->h_meta[slot]);
         if (u.tile >= 0)
             f->tile(r < u.rows ? row : NULL, p->k_inter, r, p->h_tiles + u.tile * 16 * p->h_tile);
     }
@@ -274,7 +330,7 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
     const int64_t width = KT_DOWN_BLOCKS * KT_BLOCK, size = kt_size(b->out_dtype);
     const int64_t left = p->layer->hidden - column, columns = left < width ? left : width;
     const int64_t block_bytes = p->layer->format->weight_bytes(p->layer->inter);
-    float *sums = p->sums + thread * b->tokens * width;
+    float *sums = (float *)kt_plan_own(p, thread);
     kt_thread state;
     memset(sums, 0, (size_t)(b->tokens * width) * sizeof *sums);
     p->layer->kernels->begin(&state);
@@ -286,7 +342,8 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
         p->layer->format->down(&g, p->token + first, p->route + first, b0, b1, sums, width);
     }
     if (b->tokens > KT_DIRECT_TOKENS)
-        p->layer->kernels->store(sums, b->tokens * width, b->out_dtype, p->columns + column * b->tokens * size);
+        p->layer->kernels->store(sums, b->tokens * width, b->out_dtype,
+                                 p->part[group].columns + b0 * KT_BLOCK * b->tokens * size);
     else
         for (int64_t t = 0; t < b->tokens; t++)
             p->layer->kernels->store(sums + t * width, columns, b->out_dtype,
@@ -302,10 +359,14 @@ static void kt_task_rows(void *ctx, int64_t i, int thread)
     const int64_t size = kt_size(b->out_dtype), width = KT_DOWN_BLOCKS * KT_BLOCK * size;
     const int64_t bytes = p->layer->hidden * size, t0 = i * KT_BLOCK;
     const int64_t t1 = t0 + KT_BLOCK < b->tokens ? t0 + KT_BLOCK : b->tokens;
-    for (int64_t at = 0; at < bytes; at += width)
-        for (int64_t t = t0; t < t1; t++)
-            memcpy(b->out + t * b->out_stride + at, p->columns + at * b->tokens + t * width,
-                   (size_t)(bytes - at < width ? bytes - at : width));
+    for (int64_t g = 0; g < p->layer->groups; g++) {
+        const kt_slice *s = &p->layer->slices[g];
+        const int64_t first = s->block * KT_BLOCK * size, end = first + s->blocks * KT_BLOCK * size;
+        for (int64_t at = first; at < end && at < bytes; at += width)
+            for (int64_t t = t0; t < t1; t++)
+                memcpy(b->out + t * b->out_stride + at, p->part[g].columns + (at - first) * b->tokens + t * width,
+                       (size_t)(bytes - at < width ? bytes - at : width));
+    }
 }
 
 static inline void kt_stage(kt_pool *pool, kt_task task, kt_plan *p, int64_t n, int64_t elements)
@@ -344,15 +405,15 @@ static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
         kt_stage(pool, kt_task_gather, p, p->units, p->slots * p->k_hidden);
     times->ended[KT_PHASE_gather] = kt_now();
     /* About eight tasks a thread to balance, but panels long enough to stream. */
-    const int64_t wanted = p->active * p->pairs / (pool->threads * 8);
+    const int64_t wanted = p->active * kt_ceil(l->inter, KT_BLOCK) / (pool->threads * 8);
+    p->pair_run = wanted < 1 ? 1 : wanted > KT_MOST_PAIRS ? KT_MOST_PAIRS : wanted;
     for (int64_t g = 0; g < l->groups; g++) {
-        p->pair_run[g] = wanted < 1 ? 1 : wanted > KT_MOST_PAIRS ? KT_MOST_PAIRS : wanted;
-        p->runs[g] = kt_ceil(l->slices[g].pairs, p->pair_run[g]);
-        p->tasks[g] = p->active * p->runs[g];
+        p->part[g].runs = kt_ceil(l->slices[g].pairs, p->pair_run);
+        p->tasks[g] = p->active * p->part[g].runs;
     }
     kt_pool_run_groups_locked(pool, kt_task_gate_up, p, p->tasks);
     times->ended[KT_PHASE_gate_up] = kt_now();
-    kt_stage(pool, kt_task_requantize, p, p->units, p->slots * p->ldh);
+    kt_stage(pool, kt_task_requantize, p, p->units, p->slots * p->k_inter);
     times->ended[KT_PHASE_requantize] = kt_now();
     for (int64_t g = 0; g < l->groups; g++)
         p->tasks[g] = kt_ceil(l->slices[g].blocks, KT_DOWN_BLOCKS);
@@ -392,6 +453,7 @@ static inline int64_t kt_job_pass(kt_job *job, int64_t start)
 {
     kt_batch b = job->batch;
     kt_plan plan;
+    bool room = true;
     int64_t status = KT_NO_MEMORY;
     b.tokens = b.tokens - start < job->chunk ? b.tokens - start : job->chunk;
     b.x += start * b.x_stride;
@@ -399,11 +461,15 @@ static inline int64_t kt_job_pass(kt_job *job, int64_t start)
     b.weights += start * b.weights_stride;
     b.out += start * b.out_stride;
     kt_pool_lock(job->pool);
-    char *base = kt_pool_scratch(job->pool, kt_plan_scratch(&plan, job->layer, &b, job->pool->threads, NULL));
-    if (base) {
-        kt_plan_scratch(&plan, job->layer, &b, job->pool->threads, base);
-        status = kt_forward(&plan, job->pool, &job->times);
+    for (int g = 0; g < job->layer->groups && room; g++) {
+        const size_t bytes = kt_plan_scratch(&plan, job->layer, &b, job->pool, g, NULL);
+        char *base = kt_pool_scratch(job->pool, g, bytes);
+        room = base != NULL;
+        if (room)
+            kt_plan_scratch(&plan, job->layer, &b, job->pool, g, base);
     }
+    if (room)
+        status = kt_forward(&plan, job->pool, &job->times);
     kt_pool_unlock(job->pool);
     return status > 0 ? status + start * b.top_k : status;
 }

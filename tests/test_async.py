@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -21,9 +22,12 @@ from ktcy import CPUInfer, KTMoEWrapper, Trace, WorkerPoolConfig
 from ktcy.buffers import Buffers
 from ktcy.config import Activation, LayerShape
 from ktcy.moe import MoE
-from ktcy.runtime import Pool, memory
+from ktcy.runtime import Pool, memory, topology
+from ktcy.weights.packed import PackedLayer, layer_tensors
 
 F32 = np.float32
+FORMATS = ("int8", "bf16")  # one of each GEMM core
+CROWD = dataclasses.replace(topology.read(), cpus=topology.read().cpus * 16, quota=None)
 SHAPE = LayerShape(6, 2, 96, 80)
 
 
@@ -172,11 +176,96 @@ def test_pool_counts_give_the_same_bits(sizes, pools):
     assert (moe.forward(*inputs(layer)) == want).all()
 
 
+@pytest.fixture(scope="module")
+def grouped():
+    """Pools of 1 to 9 groups; from the third on more groups than this machine may have CPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        pools = [Pool(max(groups, 3), groups=groups) for groups in range(1, 10)]
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_group_counts_give_the_same_bits(kernels, form, grouped):
+    """C12: blocks of scratch that differ from group to group, groups that own nothing, columns straight to out or not."""
+    layer = case(6, LayerShape(5, 2, 130, 84), tokens=70, bias=False)
+    fmt = kernels.format(form)
+    packed = PackedLayer.pack(fmt, layer.gate, layer.up, layer.down, shape=layer.shape, activation=layer.activation)
+    want = None
+    for pool in grouped:
+        moe = MoE(fmt, packed, pool, range(5))
+        for tokens in (70, 1, 9):
+            out = np.full((tokens, 130), np.nan, F32)
+            moe.forward(*inputs(layer, slice(tokens)), out)
+            want = out if want is None else want
+            assert (out == want[:tokens]).all(), (pool.groups, tokens)
+
+
+def test_groups_hold_what_they_own(grouped):
+    """A group's block: its columns of h and out and what its threads need; the blocks together hold nothing twice."""
+    from ktcy import kernels
+
+    tokens, shape = 70, LayerShape(5, 2, 1024, 768)
+    fmt = kernels.default().format("int8")
+    values = np.zeros((5, 768, 1024), F32)
+    packed = PackedLayer.pack(fmt, values, values, values.reshape(5, 1024, 768), shape=shape)
+    for pool in grouped:
+        moe = MoE(fmt, packed, pool, range(5))
+        needs = moe.scratch_bytes(tokens, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            one = Pool(topology=dataclasses.replace(CROWD, quota=None), threads=pool.threads)
+        with one:
+            [alone] = MoE(fmt, packed, one, range(5)).scratch_bytes(tokens, 2)
+        lines = pool.threads * 4 * 768 if pool.groups > 1 else 0  # rows of h brought together
+        # Each array begins at a cache line, and a group has three of its own and a few words in two shared ones.
+        assert 0 <= sum(needs) - lines - alone <= 64 * 5 * pool.groups
+        for group, need in enumerate(needs):
+            pairs, blocks = (n // 16 * group // pool.groups for n in (768, 1024))
+            ends = (n // 16 * (group + 1) // pool.groups for n in (768, 1024))
+            mine = [max(0, end - begin - 2) * 16 for begin, end in zip((pairs, blocks), ends)]
+            assert need >= 4 * tokens * (2 * mine[0] + mine[1])
+        pool.release()
+        ids = np.zeros((tokens, 2), np.int32)
+        moe.forward(np.ones((tokens, 1024), F32), ids, np.ones((tokens, 2), F32), np.empty((tokens, 1024), F32))
+        held = pool.group_scratch()
+        assert held == tuple((need // (2 << 20) + 1) * (2 << 20) for need in needs)
+        moe.forward(np.ones((1, 1024), F32), ids[:1], np.ones((1, 2), F32), np.empty((1, 1024), F32))
+        assert pool.group_scratch() == held  # reused
+
+
+def test_scratch_grows_between_forwards_only(kernels, grouped):
+    """Python threads with batches of all sizes on one pool, whose memory comes and goes meanwhile."""
+    layer = case(7, LayerShape(5, 2, 130, 84), tokens=80, bias=False)
+    fmt, pool, wrong = kernels.format("int8"), grouped[2], []
+    packed = PackedLayer.pack(fmt, layer.gate, layer.up, layer.down, shape=layer.shape, activation=layer.activation)
+    moe, want = MoE(fmt, packed, pool, range(5)), np.empty((80, 130), F32)
+    moe.forward(*inputs(layer), want)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(30):
+            tokens = int(rng.integers(1, 81))
+            out = np.full((tokens, 130), np.nan, F32)
+            if tokens % 5 == 0:
+                pool.release()
+            moe.forward(*inputs(layer, slice(tokens)), out)
+            if not (out == want[:tokens]).all():
+                wrong.append((seed, tokens))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
 @pytest.mark.parametrize("groups", [1, 2, 5, 9])
 def test_each_group_may_hold_its_own_slice(kernels, groups):
     """C64: slices are local copies, together one copy; repeated experts of the map are copied once."""
-    from ktcy.weights.packed import PackedLayer
-
     layer = case(4, LayerShape(5, 2, 130, 96), tokens=70, bias=False)
     fmt = kernels.format("int8")
     packed = PackedLayer.pack(fmt, layer.gate, layer.up, layer.down, shape=layer.shape, activation=layer.activation)
@@ -204,7 +293,6 @@ def memory_of(pool):
 def test_local_copy_that_does_not_fit_says_so(monkeypatch):
     """C64: need and available are compared first, with figures."""
     from ktcy import kernels
-    from ktcy.weights.packed import PackedLayer
 
     layer = case(5, bias=False)
     fmt = kernels.default().format("int8")
@@ -273,21 +361,17 @@ def test_trace_sums_to_the_forward_and_opens_as_json(pair, tmp_path):
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 600, 4096, 100_000])
 @pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (512, 16, 96, 64)])
-@pytest.mark.parametrize("threads", [1, 16])
-def test_memory_beyond_the_weights_is_bounded(sizes, tokens, threads):
+@pytest.mark.parametrize("threads, groups", [(1, 1), (16, 1), (16, 4)])
+def test_memory_beyond_the_weights_is_bounded(sizes, tokens, threads, groups):
     """64 MB and 64 bytes for each token and value of hidden and top-k times intermediate size."""
     from ktcy import kernels
-    from ktcy.runtime import topology
-    from ktcy.weights.packed import PackedLayer, layer_tensors
 
     shape, fmt = LayerShape(*sizes), kernels.default().format("int8")
     one = LayerShape(1, 1, *sizes[2:])
     memory = np.zeros(max(t.end for t in layer_tensors(fmt, one, False).values()), np.uint8)
-    machine = topology.read()
-    crowd = dataclasses.replace(machine, cpus=machine.cpus * 16, quota=None)
-    with Pool(threads, crowd) as pool:
+    with Pool(threads, CROWD, groups=groups) as pool:
         moe = MoE(fmt, PackedLayer(fmt, 0, one, Activation(), False, memory), pool, [0] * shape.num_experts)
-        took = moe.scratch_bytes(tokens, shape.num_experts_per_tok)
+        took = sum(moe.scratch_bytes(tokens, shape.num_experts_per_tok))
     values = shape.hidden_size + shape.num_experts_per_tok * shape.moe_intermediate_size
     assert took <= (64 << 20) + 64 * tokens * values
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,8 +230,13 @@ def test_made_up_second_node(two_nodes):
         assert all((ran == 1).all() for ran in pool.selftest_groups([50, 70]))
         for group in range(2):
             assert pool.selftest_memory(group, 3).shape == (3,)
-        [entry] = [e for e in memory_report()["pools"] if e["group_nodes"] == (0, 3)]
-        assert entry["group_bytes"] == (0, 0) and entry["threads"] == 5
+        before = memory_report()["node_bytes"]
+        pool.reserve(3 << 20)
+        report = memory_report()
+        [entry] = [e for e in report["pools"] if e["group_nodes"] == (0, 3)]
+        assert entry["group_bytes"] == (0, 0) and entry["scratch_bytes"] == (4 << 20, 4 << 20)
+        assert entry["threads"] == 5 and pool.scratch_bytes == 8 << 20
+        assert [report["node_bytes"][node] - before[node] for node in (0, 3)] == [4 << 20, 4 << 20]
 
 
 def mbind_works(node):
@@ -249,6 +255,18 @@ def test_placement_is_what_the_kernel_says():
             assert set(pool.cpus) <= set(MACHINE.nodes[node])
             if pool.placement_enforced:
                 assert set(pool.selftest_memory(0, 4).tolist()) <= {node, -1}
+                before = bound_to(node)
+                pool.reserve(1)
+                assert bound_to(node) - before == NUMA_MAPS.exists()
+
+
+NUMA_MAPS = Path("/proc/self/numa_maps")
+
+
+def bound_to(node):
+    """Mappings of this process that are bound to the node; 0 where the kernel does not list them."""
+    lines = NUMA_MAPS.read_text().splitlines() if NUMA_MAPS.exists() else []
+    return sum(line.split()[1] == f"prefer:{node}" for line in lines)
 
 
 REFUSED = """

@@ -421,7 +421,7 @@ class Life(RuleBasedStateMachine):
         pool = self.pool(i)
         if not pool.closed:
             pool.reserve(nbytes)
-            self.held[pool] = max(self.held[pool], (nbytes // (2 << 20) + 1) * (2 << 20))
+            self.held[pool] = max(self.held[pool], pool.groups * (nbytes // (2 << 20) + 1) * (2 << 20))
 
     @precondition(lambda self: self.pools)
     @rule(i=some)

@@ -57,14 +57,14 @@ def report(pools, root="/"):
     enforced = {entry["placement_enforced"] for entry in held} - {None}
     by_node = {}
     for entry in held:
-        for node, size in zip(entry["group_nodes"], entry["group_bytes"]):
-            by_node[node] = by_node.get(node, 0) + size
+        for node, *sizes in zip(entry["group_nodes"], entry["scratch_bytes"], entry["group_bytes"]):
+            by_node[node] = by_node.get(node, 0) + sum(sizes)
     limits = [limit for limit, _ in _memory_cgroups(root)]
     mode = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     huge = re.search(r"^AnonHugePages:\s*(\d+) kB", _text(root / "proc/self/smaps_rollup"), re.MULTILINE)
     return {
         "pools": held,
-        "scratch_bytes": sum(entry["scratch_bytes"] for entry in held),
+        "scratch_bytes": sum(sum(entry["scratch_bytes"]) for entry in held),
         "node_bytes": by_node,
         "placement_enforced": all(enforced) if enforced else None,
         "huge_pages": mode[1] if mode else "unknown",

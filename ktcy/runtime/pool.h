@@ -78,7 +78,9 @@ typedef struct {
     _Alignas(64) int thread; /* its first; the others follow */
     int threads;
     int node; /* to allocate on; -1: where its threads touch it first */
-    _Atomic int64_t bytes; /* allocated for it now */
+    _Atomic int64_t bytes; /* that kt_group_alloc gave out and has not got back */
+    char *scratch;
+    size_t scratch_bytes;
 } kt_group;
 
 struct kt_pool {
@@ -91,8 +93,6 @@ struct kt_pool {
     int caller_cpu;       /* where the last caller ran */
     kt_worker *displaced; /* who made room for it, on worker[0].cpu */
     pthread_mutex_t lock;
-    char *scratch;
-    size_t scratch_bytes;
     pid_t owner;
     int pin_error;  /* errno when threads could not be pinned, else 0 */
     int bind_error; /* errno when memory cannot be bound to the nodes, else 0 */
@@ -337,41 +337,53 @@ static inline void kt_pool_run(kt_pool *p, kt_task fn, void *ctx, int64_t n)
     kt_pool_unlock(p);
 }
 
-static inline void kt_pool_release_scratch(kt_pool *p)
+/* Zeroed memory on a page boundary, from 2 MiB on one of 2 MiB, bound to the group's node. Where binding is refused or
+ * there is no node, a page comes to lie where it is first touched. NULL when there is none. */
+static inline void *kt_group_map(const kt_group *g, size_t bytes)
 {
-    if (p->scratch)
-        munmap(p->scratch, p->scratch_bytes);
-    p->scratch = NULL;
-    p->scratch_bytes = 0;
+    void *base = kt_map(bytes);
+    if (base && g->node >= 0)
+        kt_bind(base, kt_whole_pages(bytes), g->node);
+    return base;
 }
 
-/* At least `bytes` of memory on a 2 MiB boundary, in huge pages where the system gives them; NULL when it gives none.
- * Zero at first, then whatever the last user left; growing it drops the contents. Only while holding the lock. */
-static inline void *kt_pool_scratch(kt_pool *p, size_t bytes)
+static inline void kt_group_release_scratch(kt_group *g)
 {
-    if (p->scratch && bytes <= p->scratch_bytes)
-        return p->scratch;
-    kt_pool_release_scratch(p);
+    if (g->scratch)
+        munmap(g->scratch, g->scratch_bytes);
+    g->scratch = NULL;
+    g->scratch_bytes = 0;
+}
+
+static inline void kt_pool_release_scratch(kt_pool *p)
+{
+    for (int g = 0; g < p->groups; g++)
+        kt_group_release_scratch(&p->group[g]);
+}
+
+/* At least `bytes` of the group's scratch, as kt_group_map, in huge pages where the system gives them. Holds what the
+ * last user left; growing it drops the contents. Only while holding the lock. */
+static inline void *kt_pool_scratch(kt_pool *p, int group, size_t bytes)
+{
+    kt_group *g = &p->group[group];
+    if (g->scratch && bytes <= g->scratch_bytes)
+        return g->scratch;
+    kt_group_release_scratch(g);
     if (bytes > PTRDIFF_MAX)
         return NULL;
     size_t size = (bytes / KT_HUGE_PAGE + 1) * KT_HUGE_PAGE;
-    p->scratch = kt_map(size);
-    p->scratch_bytes = p->scratch ? size : 0;
-    return p->scratch;
+    g->scratch = kt_group_map(g, size);
+    g->scratch_bytes = g->scratch ? size : 0;
+    return g->scratch;
 }
 
-/* Memory of a group, for data that its threads read again and again: zeroed, on a page boundary (from 2 MiB on one of
- * 2 MiB), bound to the group's node. Where binding is refused or there is no node, a page comes to lie where it is
- * first touched: so fill it by tasks of that group. NULL when there is none. From any thread, at any time. */
+/* Memory as kt_group_map for data that the group's threads read again and again: fill it by tasks of that group. From
+ * any thread, at any time. */
 static inline void *kt_group_alloc(kt_pool *p, int group, size_t bytes)
 {
-    kt_group *g = &p->group[group];
-    void *base = kt_map(bytes);
-    if (!base)
-        return NULL;
-    if (g->node >= 0)
-        kt_bind(base, kt_whole_pages(bytes), g->node);
-    atomic_fetch_add(&g->bytes, kt_whole_pages(bytes));
+    void *base = kt_group_map(&p->group[group], bytes);
+    if (base)
+        atomic_fetch_add(&p->group[group].bytes, kt_whole_pages(bytes));
     return base;
 }
 

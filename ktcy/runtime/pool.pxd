@@ -8,6 +8,7 @@ cdef extern from "pool.h" nogil:
     ctypedef struct kt_group:
         int thread, threads, node
         int64_t bytes
+        size_t scratch_bytes
     ctypedef struct kt_worker:
         unsigned long long tasks, steals, sleeps, wake_ups
     ctypedef struct kt_pool:
@@ -27,7 +28,7 @@ cdef extern from "pool.h" nogil:
     void kt_pool_unlock(kt_pool *p)
     void kt_pool_run_locked(kt_pool *p, kt_task fn, void *ctx, int64_t n)
     void kt_pool_run_groups_locked(kt_pool *p, kt_group_task fn, void *ctx, const int64_t *n)
-    void *kt_pool_scratch(kt_pool *p, size_t bytes)
+    void *kt_pool_scratch(kt_pool *p, int group, size_t bytes)
     void kt_pool_release_scratch(kt_pool *p)
     void *kt_group_alloc(kt_pool *p, int group, size_t bytes)
     void kt_group_free(kt_pool *p, int group, void *base, size_t bytes)

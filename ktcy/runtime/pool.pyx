@@ -41,8 +41,9 @@ def memory_report():
     Returns
     -------
     dict
-        ``pools``: for each its threads, ``scratch_bytes``, ``group_bytes`` and ``group_nodes`` (None: no node),
-        ``placement_enforced``; ``scratch_bytes`` of all pools; ``node_bytes``: allocated for groups, by node;
+        ``pools``: for each its threads, and for each of its groups ``group_nodes`` (None: no node), ``scratch_bytes``
+        (the block that all layers share) and ``group_bytes`` (copies of weights), ``placement_enforced``;
+        ``scratch_bytes`` of all pools; ``node_bytes``: scratch and copies of all pools, by node;
         ``placement_enforced``: False when the system refuses to bind memory to a node that a group is on, so that
         memory lies where the group's threads touched it first, None when there is nothing to bind; ``huge_pages``:
         the system's mode, ``always``, ``madvise`` (we ask for them) or ``never``; ``huge_page_bytes`` of this process;
@@ -201,11 +202,15 @@ cdef class Pool:
 
     @property
     def scratch_bytes(self):
-        """Bytes of scratch memory held now."""
-        return self.p.scratch_bytes
+        """Bytes of scratch memory held now, by all groups."""
+        return sum(self.group_scratch())
+
+    def group_scratch(self):
+        """Bytes of scratch memory that each group holds now, on its node: tuple of int."""
+        return tuple(self.p.group[g].scratch_bytes for g in range(self.groups))
 
     def reserve(self, size_t nbytes):
-        """Hold at least ``nbytes`` bytes of scratch memory, so that no later loop has to ask for it.
+        """Hold at least ``nbytes`` bytes of scratch memory for each group, so that no later loop has to ask for it.
 
         Raises
         ------
@@ -213,10 +218,15 @@ cdef class Pool:
             When the system does not give it; the pool then holds none.
         """
         cdef void *base
+        cdef int g
         self.check()
         with nogil:
             kt_pool_lock(self.p)
-            base = kt_pool_scratch(self.p, nbytes)
+            for g in range(self.groups):
+                base = kt_pool_scratch(self.p, g, nbytes)
+                if base == NULL:
+                    kt_pool_release_scratch(self.p)
+                    break
             kt_pool_unlock(self.p)
         if base == NULL:
             raise MemoryError(f"no {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of scratch memory for this pool")
@@ -241,8 +251,8 @@ cdef class Pool:
     def _memory(self):
         return {
             "threads": self.threads,
-            "scratch_bytes": self.p.scratch_bytes,
             "group_nodes": self.group_nodes,
+            "scratch_bytes": self.group_scratch(),
             "group_bytes": tuple(self.p.group[g].bytes for g in range(self.groups)),
             "placement_enforced": self.placement_enforced,
         }

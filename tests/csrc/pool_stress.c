@@ -96,14 +96,19 @@ static void *submit(void *arg)
             kt_pool_unlock(c->pool);
         } else {
             kt_pool_lock(c->pool);
-            size_t bytes = next(&state) % (3 << 20);
-            char *scratch = kt_pool_scratch(c->pool, bytes);
-            if (!scratch || (uintptr_t)scratch % 64)
-                fail("no scratch");
-            memset(scratch, run, bytes);
+            size_t bytes[MAX_GROUPS];
+            char *scratch[MAX_GROUPS];
+            for (int g = 0; g < c->pool->groups; g++) {
+                bytes[g] = next(&state) % (3 << 20);
+                scratch[g] = kt_pool_scratch(c->pool, g, bytes[g]);
+                if (!scratch[g] || (uintptr_t)scratch[g] % KT_HUGE_PAGE)
+                    fail("no scratch");
+                memset(scratch[g], run + g, bytes[g]);
+            }
             kt_pool_run_locked(c->pool, mark, &j, j.n);
-            if (bytes && scratch[bytes - 1] != (char)run)
-                fail("scratch used by another");
+            for (int g = 0; g < c->pool->groups; g++)
+                if (bytes[g] && (scratch[g][0] != (char)(run + g) || scratch[g][bytes[g] - 1] != (char)(run + g)))
+                    fail("scratch used by another");
             if (next(&state) % 16 == 0)
                 kt_pool_release_scratch(c->pool);
             kt_pool_unlock(c->pool);
