@@ -19,8 +19,12 @@
  *
  * Waiting is a bounded spin, then a futex. The spin does not yield: beside a busy process that would give away a whole
  * time slice, where a sleeper is let in at once when it is woken (measured with two busy processes on two CPUs, runs
- * of 1 ms every 0.2 ms: mean 3.6 ms with, 2.3 ms without). Workers sleep on the epoch half of `claim`; the caller
- * sleeps on the low half of `left`, whose top bit asks the last worker for a wake-up.
+ * of 1 ms every 0.2 ms: mean 3.6 ms with, 2.3 ms without). A worker lingers between the two, for the gaps between the
+ * layers of a model: it yields all the time, and after a yield that shows that somebody else wants its CPU it does not
+ * for a while. Workers sleep on the epoch half of `claim`; the caller sleeps on the low half of `left`, whose top bit
+ * asks the last worker for a wake-up.
+ *
+ * Scratch memory is one block a group, on its node, for all who use the pool: one at a time, under the lock.
  *
  * Everything is to be called without the GIL. kt_pool_run takes the pool's lock; to keep the scratch over several
  * runs use kt_pool_lock, kt_pool_scratch, kt_pool_run_locked ..., kt_pool_unlock. */
@@ -46,6 +50,11 @@
 #ifndef KT_SPIN_NS
 #define KT_SPIN_NS 100000 /* spin before sleep: about what a wake-up costs in a virtual machine (measured 50-75 us) */
 #endif
+#ifndef KT_LINGER_NS
+#define KT_LINGER_NS 1000000 /* then yields as long, so that an idle pool sleeps within 2 ms */
+#endif
+#define KT_WANTED_NS 50000 /* a yield that took so long let somebody else run */
+#define KT_SHY 64          /* waits without lingering after that: a slice of 3 ms is lost in one of so many */
 #ifndef KT_FANOUT
 #define KT_FANOUT 16 /* threads that one thread wakes: about a microsecond each for it, a wake-up's latency for them */
 #endif
@@ -88,7 +97,7 @@ struct kt_pool {
     void *ctx;
     _Atomic bool stop;
     int threads, groups;
-    int64_t spin_ns;
+    int64_t spin_ns, linger_ns;
     int started;          /* workers to join */
     int caller_cpu;       /* where the last caller ran */
     kt_worker *displaced; /* who made room for it, on worker[0].cpu */
@@ -137,6 +146,27 @@ static inline bool kt_spin(_Atomic uint64_t *word, uint64_t value, uint64_t mask
     }
 }
 
+/* As kt_spin, with the CPU on offer to others. *shy, the caller's to keep: waits left without. */
+static inline bool kt_linger(_Atomic uint64_t *word, uint64_t value, uint64_t mask, bool equal, int64_t ns, int *shy)
+{
+    if (*shy) {
+        --*shy;
+        return false;
+    }
+    for (int64_t now = kt_now(), end = now + ns; now < end;) {
+        if (kt_spin(word, value, mask, equal, 0))
+            return true;
+        const int64_t before = now;
+        sched_yield();
+        now = kt_now();
+        if (now - before > KT_WANTED_NS) {
+            *shy = KT_SHY;
+            break;
+        }
+    }
+    return false;
+}
+
 /* Claims and runs tasks of its group until none is left to claim; returns a claim word of that epoch. */
 static inline uint64_t kt_pool_work(kt_pool *p, kt_worker *self)
 {
@@ -177,11 +207,13 @@ static inline void *kt_pool_main(void *arg)
     kt_worker *self = arg;
     kt_pool *p = self->pool;
     kt_group *g = &p->group[self->group];
+    int shy = 0;
     for (;;) {
         uint64_t seen = kt_pool_work(p, self);
         if (atomic_load(&p->stop))
             return NULL;
-        if (kt_spin(&g->claim, seen, ~(uint64_t)UINT32_MAX, false, p->spin_ns))
+        if (kt_spin(&g->claim, seen, ~(uint64_t)UINT32_MAX, false, p->spin_ns) ||
+            kt_linger(&g->claim, seen, ~(uint64_t)UINT32_MAX, false, p->linger_ns, &shy))
             continue;
         /* Sequentially consistent against kt_group_publish: one of the two sees the other. */
         atomic_fetch_add(&g->sleepers, 1);
@@ -440,6 +472,7 @@ static inline int kt_pool_new(kt_pool **out, int groups, const int *threads, con
     p->groups = groups;
     p->owner = getpid();
     p->spin_ns = crowded ? 0 : KT_SPIN_NS;
+    p->linger_ns = crowded ? 0 : KT_LINGER_NS;
     p->caller_cpu = -1;
     p->group = (kt_group *)((char *)p + head);
     p->worker = (kt_worker *)(p->group + groups);

@@ -15,8 +15,7 @@ cdef extern from "pool.h" nogil:
         int threads, groups
         kt_group *group
         kt_worker *worker
-        int64_t spin_ns
-        size_t scratch_bytes
+        int64_t linger_ns
         pid_t owner
         int pin_error, bind_error
         unsigned long long runs

@@ -22,7 +22,7 @@ cdef extern from "queue.h" nogil:
         uint32_t failed
         kt_queue_error error
         pid_t owner
-    int kt_queue_new(kt_queue **out, int cpu, uint64_t size, int64_t spin_ns)
+    int kt_queue_new(kt_queue **out, int cpu, uint64_t size, int64_t linger_ns)
     int64_t kt_queue_submit(kt_queue *q, kt_queue_task *task)
     int64_t kt_queue_try_submit(kt_queue *q, kt_queue_task *task)
     bint kt_queue_wait(kt_queue *q, uint64_t ticket, int64_t ns)

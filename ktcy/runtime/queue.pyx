@@ -105,7 +105,7 @@ cdef class Queue:
         self.pool = pool
         self.held = set()
         cpu = pool.cpus[0]
-        error = kt_queue_new(&self.q, cpu, CAPACITY, pool.p.spin_ns)
+        error = kt_queue_new(&self.q, cpu, CAPACITY, pool.p.linger_ns)
         if error == ENOMEM:
             raise MemoryError("no memory for a queue")
         if error:

@@ -109,10 +109,10 @@ static void *close_queue(void *queue)
     return NULL;
 }
 
-static void queue_round(int cpu, uint64_t size, int64_t spin_ns, int producers, int rounds, bool close)
+static void queue_round(int cpu, uint64_t size, int64_t linger_ns, int producers, int rounds, bool close)
 {
     kt_queue *queue;
-    if (kt_queue_new(&queue, cpu, size, spin_ns))
+    if (kt_queue_new(&queue, cpu, size, linger_ns))
         fail("no queue");
     world w = {0};
     pthread_t ids[8];
@@ -228,9 +228,9 @@ int main(void)
     const int cpu = sched_getcpu();
     for (uint64_t size = 1; size <= 64; size *= 4)
         for (int producers = 1; producers <= 4; producers += 3)
-            for (int spin = 0; spin <= 1; spin++) {
-                queue_round(cpu, size, spin * 20000, producers, 4000, false);
-                queue_round(cpu, size, spin * 20000, producers, 0, true);
+            for (int linger = 0; linger <= 1; linger++) {
+                queue_round(cpu, size, linger * 200000, producers, 4000, false);
+                queue_round(cpu, size, linger * 200000, producers, 0, true);
             }
     for (int i = 0; i < 100; i++) /* born and ended, with and without a task between */
         queue_round(cpu, 8, 0, i % 2, 1, false);
