@@ -11,8 +11,7 @@ from .arrays import as_numpy, floats, is_torch, like
 from .buffers import Buffers
 from .config import MADE, Activation, LayerShape, integer, method_of, method_takes
 from .moe import MoE
-from .runtime import topology
-from .runtime.queue import CPUInfer, WorkerPoolConfig, shared
+from .runtime.queue import CPUInfer, shared
 from .weights.packed import PackedLayer
 from .weights.source import is_source, layer_format, open_source
 
@@ -142,10 +141,7 @@ class KTMoEWrapper:
             raise ValueError("max_deferred_experts_per_token is not supported; leave it out or pass 0")
         if chunked_prefill_size is not None:
             integer("chunked_prefill_size", chunked_prefill_size)
-        pools = 1 if threadpool_count is None else threadpool_count
-        self.threadpool_count = integer("threadpool_count", pools, 1, 4096)
-        if numa_nodes is not None and len(numa_nodes) != self.threadpool_count:
-            raise ValueError(f"numa_nodes has {len(numa_nodes)} entries for {self.threadpool_count} pools")
+        pools = integer("threadpool_count", 1 if threadpool_count is None else threadpool_count, 1, 4096)
         self.gpu_experts_mask = _gpu_mask(num_gpu_experts, gpu_experts_mask, self.shape.num_experts)
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         if self.num_gpu_experts:
@@ -162,19 +158,13 @@ class KTMoEWrapper:
         self._activation = activation
         self._kernels = kernels.load(variant) if variant else kernels.default()
         if cpu_infer is None:
-            if cpuinfer_threads is None:
-                threads = max(topology.default_threads(topology.read()), self.threadpool_count)
-            else:
-                threads = integer("cpuinfer_threads", cpuinfer_threads, 1, 4096)
-            if threads < self.threadpool_count:
-                raise ValueError(f"{self.threadpool_count} pools need as many threads; cpuinfer_threads is {threads}")
-            pools = self.threadpool_count
-            counts = [threads // pools + (i < threads % pools) for i in range(pools)]
-            cpu_infer = shared(WorkerPoolConfig(pools, numa_nodes, counts))
+            threads = None if cpuinfer_threads is None else integer("cpuinfer_threads", cpuinfer_threads, 1, 4096)
+            cpu_infer = shared(threads, groups=pools, numa_nodes=numa_nodes)
         elif not isinstance(cpu_infer, CPUInfer):
             raise TypeError(f"cpu_infer must be a CPUInfer, not {type(cpu_infer).__name__}")
         self.cpu_infer = cpu_infer
         self._pool = cpu_infer.pool
+        self.threadpool_count = self._pool.groups
         self._submitted = deque()
 
     num_experts = property(lambda self: self.shape.num_experts)

@@ -303,7 +303,10 @@ def test_local_copy_that_does_not_fit_says_so(monkeypatch):
 
 
 def test_threads_that_are_fewer_than_pools():
-    with pytest.raises(ValueError, match="2 pools need as many threads; cpuinfer_threads is 1"):
+    """C45: nor are there nodes that do not exist."""
+    with pytest.raises(ValueError, match="there is no node 999 with usable CPUs; the nodes are"):
+        KTMoEWrapper(0, 6, 2, 96, 80, numa_nodes=[999])
+    with pytest.raises(ValueError, match="1 threads for 2 groups: every group needs at least one"):
         KTMoEWrapper(0, 6, 2, 96, 80, cpuinfer_threads=1, threadpool_count=2)
 
 

@@ -633,6 +633,50 @@ def test_shared(no_shared):
         infer.close()
 
 
+def test_shared_goes_by_where_the_threads_are(no_shared):
+    """The same number and places, however they are said; another mask of this thread means other CPUs."""
+    with make_shared(3, groups=3) as three, make_shared(1) as one:
+        assert make_shared(WorkerPoolConfig(3)) is three is make_shared(WorkerPoolConfig(3, None, [1, 1, 1]))
+        assert make_shared(topology.default_threads(topology.here())) is make_shared()
+        assert (one.pool.groups, three.pool.groups) == (1, 3) and make_shared(1, groups=1) is one
+        make_shared().close()
+        mask = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, {max(mask)})
+            with make_shared(1) as last:
+                assert last.pool.cpus == (max(mask),) and (last is one) == (one.pool.cpus == (max(mask),))
+        finally:
+            os.sched_setaffinity(0, mask)
+    for options in (dict(groups=2), dict(groups=0), dict(numa_nodes=[0, 999]), dict(group=1)):
+        with pytest.raises((ValueError, TypeError)):
+            shared(1, **options)
+
+
+def make_shared(*args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return shared(*args, **options)
+
+
+def test_the_machine_is_read_once_for_a_mask(monkeypatch, no_shared):
+    reads, read, mask = [], topology.read, os.sched_getaffinity(0)
+    monkeypatch.setattr(topology, "read", lambda **options: reads.append(options) or read(**options))
+    topology._here.cache_clear()
+    try:
+        for _ in range(3):
+            assert topology.here() == read()
+            shared(1), shared()
+            Pool(1).close()
+        assert reads == [dict(affinity=mask)]
+        os.sched_setaffinity(0, {max(mask)})
+        for _ in range(3):
+            assert topology.here().cpus == (max(mask),)
+        assert len(reads) == 1 + (len(mask) > 1)
+    finally:
+        os.sched_setaffinity(0, mask)
+        shared(1).close()
+
+
 def test_shared_from_many_threads(no_shared):
     found = []
     barrier = threading.Barrier(8)

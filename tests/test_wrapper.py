@@ -543,7 +543,7 @@ def test_more_experts_per_token_than_experts():
     [
         (dict(mode="sft"), "mode 'sft' is not supported"),
         (dict(max_deferred_experts_per_token=2), "max_deferred_experts_per_token is not supported"),
-        (dict(numa_nodes=[0, 1]), "numa_nodes has 2 entries for 1 pools"),
+        (dict(numa_nodes=[0, 1]), "numa_nodes has 2 entries for 1 groups"),
         (dict(variant="neon"), "unknown variant 'neon'; the variants are avx2, avx512"),
         (dict(activation="relu"), "unknown activation 'relu'; the activations are silu, swigluoai, gelu, gelu_tanh"),
         (dict(swiglu_limit=-1.0), "limit of an activation must be positive, not -1"),

@@ -99,7 +99,7 @@ cdef class Pool:
         cdef int error, t, g, n_cores, count, n_groups, crowded
         cdef int *numbers
         if topology is None:
-            topology = _topology.read()
+            topology = _topology.here()
         asked, usable, placed = _topology.place(topology, threads, groups, numa_nodes, group_threads)
         self.group_nodes = tuple(node for node, _ in placed)
         self.group_threads = tuple(len(cpus) for _, cpus in placed)

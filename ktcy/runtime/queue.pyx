@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .topology import checked_threads
+from . import topology
 
 cdef extern from "queue.h" nogil:
     int64_t kt_now()
@@ -373,7 +373,7 @@ def _pool_arguments(threads):
         return {name: value for name, value in arguments.items() if value is not None}
     if not hasattr(threads, "__index__"):
         raise TypeError(f"CPUInfer takes a number of threads or a WorkerPoolConfig, not {threads!r}")
-    return {"threads": checked_threads(threads)}
+    return {"threads": topology.checked_threads(threads)}
 
 
 @cython.final
@@ -450,24 +450,34 @@ _shared = {}
 _shared_lock = threading.Lock()
 
 
-def shared(threads=None):
-    """The CPUInfer of this process for so many threads, made when it is first asked for.
+def shared(threads=None, **options):
+    """The CPUInfer of this process for so many threads in such places, made when it is first asked for.
 
     Parameters
     ----------
     threads : int or WorkerPoolConfig, optional
-        Others than before mean another CPUInfer, with threads of its own.
+        By default as many as `Pool` takes.
+    **options
+        ``groups`` and ``numa_nodes`` of `Pool`, beside a number of threads.
 
     Returns
     -------
     CPUInfer
-        The same one each time; a new one after it was closed, and in a forked child.
+        The same one each time; a new one after it was closed, and in a forked child. Another number asked for or
+        other CPUs, be it for another affinity mask, mean another CPUInfer, with threads of its own.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `Pool`.
     """
-    asked = _pool_arguments(threads).items()
-    key = tuple((name, tuple(value) if hasattr(value, "__iter__") else value) for name, value in asked)
+    machine = topology.here()
+    arguments = _pool_arguments(threads) | options
+    asked, _, placed = topology.place(machine, **arguments)
+    key = asked, *placed
     with _shared_lock:
         if key not in _shared or _shared[key].closed:
-            _shared[key] = CPUInfer(threads)
+            _shared[key] = CPUInfer(Pool(topology=machine, **arguments))
         return _shared[key]
 
 

@@ -5,6 +5,7 @@ as real ones. Whatever the system does not tell (no /sys in a sandbox, no cgroup
 ``place`` decides which threads of a pool belong where, and is as pure.
 """
 
+import functools
 import heapq
 import math
 import operator
@@ -118,6 +119,16 @@ def read(root="/", affinity=None):
         node_memory=node_memory,
         memory_limit=min((limit for limit, _ in _memory_cgroups(root)), default=None),
     )
+
+
+def here():
+    """This machine for the calling thread: read once for each affinity mask that it comes with."""
+    return _here(frozenset(os.sched_getaffinity(0)))
+
+
+@functools.lru_cache(maxsize=8)
+def _here(affinity):
+    return read(affinity=affinity)
 
 
 def default_threads(topology):
