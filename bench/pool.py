@@ -23,7 +23,7 @@ TASKS, SECONDS = 64, 32e-6
 def loads_of_a_task():
     """Loads that keep one thread busy for SECONDS."""
     with Pool(1) as pool:
-        return int(1e6 * SECONDS / np.median(pool.busy_runs(20, 1, 1_000_000)))
+        return int(1e6 * SECONDS / np.median(pool.round_trips(20, tasks=1, loads=1_000_000)))
 
 
 @contextlib.contextmanager
@@ -51,9 +51,9 @@ def table(title, pools, loads):
     for asked, make in pools:
         with make() as pool:
             count = pool.threads
-            rows = [pool.busy_runs(RUNS, count, 0), pool.busy_runs(SLEEPS, count, 0, IDLE)]
+            rows = [pool.round_trips(RUNS, tasks=count), pool.round_trips(SLEEPS, IDLE, tasks=count)]
             rows += [pool.round_trips(RUNS), pool.round_trips(SLEEPS, IDLE)]
-            rows += [pool.busy_runs(JOBS, TASKS, loads), pool.busy_runs(JOBS, TASKS, loads, IDLE)]
+            rows += [pool.round_trips(JOBS, idle, tasks=TASKS, loads=loads) for idle in (0, IDLE)]
             job = np.median(rows[4])
             step = f"{job / before:5.2f}" if before else ""
             before = job

@@ -340,7 +340,7 @@ def test_counters():
         assert counted["steals"] == 0  # with one thread a group every share is its own
         pool.reset_counters()
         assert set(pool.counters().values()) == {0}
-        pool.busy_runs(3, 30, 1000, idle=0.01)
+        pool.round_trips(3, 0.01, tasks=30, loads=1000)
         counted = pool.counters()
         assert (counted["runs"], counted["tasks"], counted["worker_tasks"]) == (3, 90, 60)
         assert counted["wake_ups"] >= 1 and counted["sleeps"] >= 1
@@ -350,7 +350,7 @@ def test_counters():
 def test_steals_are_tasks_beyond_an_even_share():
     """Two threads, two tasks: a steal for each loop that one thread ran alone."""
     with quiet(topology=dataclasses.replace(MACHINE, cpus=MACHINE.cpus[:1] * 2), threads=2) as pool:
-        pool.busy_runs(50, 2, 10)
+        pool.round_trips(50, tasks=2, loads=10)
         counted = pool.counters()
         # Loops of the caller alone less those of the worker alone, and their sum.
         difference = 50 - counted["worker_tasks"]

@@ -198,7 +198,7 @@ def test_more_threads_than_quota_warns():
         assert len(caught) == 1
         assert (pool.selftest(1000) == 1).all()
         pool.reset_counters()
-        pool.busy_runs(3, 4, 1000, idle=0.001)
+        pool.round_trips(3, 0.001, tasks=4, loads=1000)
         assert pool.counters()["sleeps"] > 0  # its threads do not spend the quota on waiting
 
 
@@ -301,10 +301,10 @@ def test_no_growth_over_1e5_runs():
 
     with make(3, groups=2) as pool:
         pool.reserve(1 << 20)
-        pool.busy_runs(1000, 3, 1)
+        pool.round_trips(1000, tasks=3, loads=1)
         before = resident()
         for _ in range(100):
-            pool.busy_runs(1000, 3, 1)
+            pool.round_trips(1000, tasks=3, loads=1)
         assert resident() - before < 1e6
         assert pool.counters()["runs"] == 101_000
 

@@ -27,8 +27,7 @@ cdef extern from "selftest.h" nogil:
     void kt_count_task(void *ctx, int64_t i, int thread)
     void kt_count_group_task(void *ctx, int group, int64_t i, int thread)
     int kt_touch_memory(kt_pool *p, int group, int64_t n, int32_t *nodes)
-    void kt_round_trips(kt_pool *p, double *ns, int64_t runs, int64_t idle_ns)
-    void kt_busy_runs(kt_pool *p, double *ns, int64_t runs, int64_t idle_ns, int64_t n, int64_t loads)
+    void kt_time_runs(kt_pool *p, double *ns, int64_t runs, int64_t idle_ns, int64_t n, int64_t loads)
 
 
 _pools = weakref.WeakSet()
@@ -354,51 +353,31 @@ cdef class Pool:
             raise MemoryError(f"no {pieces * 2} MiB of memory for group {group}")
         return nodes
 
-    def round_trips(self, int64_t runs, double idle=0.0):
-        """Time of a loop with one empty task for each thread, every thread taking part.
+    def round_trips(self, int64_t runs, double idle=0.0, *, tasks=None, int64_t loads=0):
+        """Time of loops on the pool, from call to return.
 
         Parameters
         ----------
         runs : int
         idle : float
             Seconds that the caller sleeps before each run; 0.002 and more find all threads asleep.
+        tasks : int, optional
+            Tasks a run, for whichever thread is free. By default one for each thread, and every thread takes part.
+        loads : int
+            Work of each of these tasks, about a nanosecond a load.
 
         Returns
         -------
         ndarray of float64, shape (runs,)
             Seconds.
         """
+        cdef int64_t n = -1 if tasks is None else max(0, tasks)
         self.check()
         times = np.zeros(runs)
         cdef double[::1] view = times
         if runs:
             with nogil:
                 kt_pool_lock(self.p)
-                kt_round_trips(self.p, &view[0], runs, <int64_t>(idle * 1e9))
-                kt_pool_unlock(self.p)
-        return times * 1e-9
-
-    def busy_runs(self, int64_t runs, int64_t tasks, int64_t loads, double idle=0.0):
-        """Time of loops of tasks that keep a CPU busy for about a nanosecond a load.
-
-        Parameters
-        ----------
-        runs, tasks, loads : int
-            Tasks a run, loads a task.
-        idle : float
-            Seconds that the caller sleeps before each run.
-
-        Returns
-        -------
-        ndarray of float64, shape (runs,)
-            Seconds.
-        """
-        self.check()
-        times = np.zeros(runs)
-        cdef double[::1] view = times
-        if runs:
-            with nogil:
-                kt_pool_lock(self.p)
-                kt_busy_runs(self.p, &view[0], runs, <int64_t>(idle * 1e9), tasks, loads)
+                kt_time_runs(self.p, &view[0], runs, <int64_t>(idle * 1e9), n, loads)
                 kt_pool_unlock(self.p)
         return times * 1e-9

@@ -78,25 +78,18 @@ static inline void kt_sleep(int64_t ns)
         nanosleep(&t, NULL);
 }
 
-/* ns[r]: from the call of run r to its return. Between runs the caller sleeps for idle_ns. */
-static inline void kt_round_trips(kt_pool *p, double *ns, int64_t runs, int64_t idle_ns)
+/* ns[r]: from the call of run r to its return, for n tasks of so many loads, or (n < 0) one task a thread that waits
+ * for all others. Between runs the caller sleeps for idle_ns. */
+static inline void kt_time_runs(kt_pool *p, double *ns, int64_t runs, int64_t idle_ns, int64_t n, int64_t loads)
 {
     for (int64_t r = 0; r < runs; r++) {
         kt_sleep(idle_ns);
         kt_meeting m = {0, p->threads};
         int64_t start = kt_now();
-        kt_pool_run_locked(p, kt_meet_task, &m, p->threads);
-        ns[r] = kt_now() - start;
-    }
-}
-
-/* As kt_round_trips, for runs of n tasks of so many loads. */
-static inline void kt_busy_runs(kt_pool *p, double *ns, int64_t runs, int64_t idle_ns, int64_t n, int64_t loads)
-{
-    for (int64_t r = 0; r < runs; r++) {
-        kt_sleep(idle_ns);
-        int64_t start = kt_now();
-        kt_pool_run_locked(p, kt_busy_task, &loads, n);
+        if (n < 0)
+            kt_pool_run_locked(p, kt_meet_task, &m, p->threads);
+        else
+            kt_pool_run_locked(p, kt_busy_task, &loads, n);
         ns[r] = kt_now() - start;
     }
 }
