@@ -441,6 +441,36 @@ def test_exit_with_work_in_flight():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+class Rows(torch.utils.data.Dataset):
+    """Rows of the output of a layer that the worker makes, and what it is told when it uses the parent's."""
+
+    def __init__(self, layer, parents):
+        self.layer, self.parents = layer, parents
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        row, told = inputs(self.layer, slice(i, i + 1)), None
+        try:
+            self.parents.forward(*row)
+        except RuntimeError as error:
+            told = str(error)
+        return loaded(self.layer).forward(*row), told
+
+
+def test_workers_of_a_data_loader(pair):
+    """C44: forked beside the parent's threads, they have layers of their own; the parent's is an error, not a hang."""
+    cases, moes, expected = pair
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: fork beside threads
+        options = dict(batch_size=None, num_workers=2, multiprocessing_context="fork")
+        rows, told = zip(*torch.utils.data.DataLoader(Rows(cases[0], moes[0]), **options))
+    assert (np.concatenate(rows) == expected[0][:4]).all()
+    assert all("belongs to the parent process" in message for message in told)
+    assert (moes[0].forward(*inputs(cases[0])) == expected[0]).all()
+
+
 class Traffic(RuleBasedStateMachine):
     """Any order of submits, syncs and plain forwards on two layers gives each its own bits."""
 

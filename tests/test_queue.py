@@ -443,6 +443,20 @@ def test_interrupt_while_sync_waits(queue):
     assert task.runs == 3
 
 
+def test_other_signals_while_sync_waits(queue):
+    """Their handlers run at once, in the main thread, and sync waits on."""
+    task, seen = SelfTest(queue.pool, sleep_us=400_000), []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(queue.pending))
+    try:
+        queue.submit(task)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        queue.sync()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert task.runs == 1 and seen.count(1) >= 2
+
+
 def test_interrupt_while_submit_waits(queue):
     queue.submit(SelfTest(queue.pool, sleep_us=800_000))
     short = SelfTest(queue.pool)
@@ -814,14 +828,14 @@ except KeyboardInterrupt:
 
 
 class Machine(RuleBasedStateMachine):
-    """Submits, waits, errors, close and reopening in any order, against a list."""
+    """Submits, waits, errors, close and reopening in another size in any order, against a list."""
 
     def __init__(self):
         super().__init__()
-        self.open()
+        self.open(1)
 
-    def open(self):
-        self.queue = CPUInfer(1)
+    def open(self, threads):
+        self.queue = make(threads)
         self.log = new_log(4096)
         self.tasks = [SelfTest(self.queue.pool, value=i, loop=i, log=self.log) for i in range(3)]
         self.expected, self.unread, self.most = [], [], 0
@@ -875,8 +889,8 @@ class Machine(RuleBasedStateMachine):
         self.queue.wait(ticket)
         assert self.log[0] >= ticket
 
-    @rule()
-    def reopen(self):
+    @rule(threads=st.integers(1, 4), groups=st.none() | st.integers(1, 3))
+    def resize(self, threads, groups):
         self.first_error(self.queue.close)
         self.queue.close()
         assert entries(self.log) == self.expected
@@ -884,7 +898,8 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match="closed"):
                 call()
         old = self.tasks[0]
-        self.open()
+        self.open(threads if groups is None else WorkerPoolConfig(groups))
+        assert self.queue.pool.groups == (groups or 1)
         with pytest.raises(ValueError, match="another pool"):
             self.queue.submit(old)
 
