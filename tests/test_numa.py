@@ -271,7 +271,7 @@ def bound_to(node):
 
 REFUSED = """
 import ctypes, dataclasses, sys, warnings
-import ktcy.runtime
+import ktcy
 from ktcy.runtime import Pool, memory_report, topology
 class Filter(ctypes.Structure):
     _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
@@ -293,7 +293,10 @@ with warnings.catch_warnings(record=True) as caught:
     for pool in pools:
         assert not pool.placement_enforced
         assert pool.selftest_memory(0, 2).tolist() == [-1, -1]
+        pool.reserve(1)
+        assert pool.scratch_bytes == 2 << 20 and (pool.selftest(100) == 1).all()
     assert memory_report()["placement_enforced"] is False
+    assert ktcy.show_config()["numa_placement"].startswith("refused by the system")
 print(*(str(w.message) for w in caught), sep="\\n")
 """
 

@@ -522,6 +522,12 @@ def test_floating_point_mode_of_the_caller_is_not_touched(queue):
     assert 5e-324 * np.float64(1) > 0 and np.float32(1e-45) * np.float32(1) > 0
 
 
+def test_no_module_claims_to_be_safe_without_the_gil():
+    """A free-threaded interpreter turns the GIL on when one of ours is imported, with its own warning."""
+    sources = [Path(__file__).parents[1] / "setup.py", *RUNTIME.parent.rglob("*.pyx")]
+    assert len(sources) > 5 and not [path for path in sources if "freethreading_compatible" in path.read_text()]
+
+
 def test_round_trips(queue):
     for times in (queue.round_trips(200), queue.round_trips(5, idle=0.003)):
         submit, start, over = times.T
