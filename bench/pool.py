@@ -2,8 +2,8 @@
 
 ``empty``: one empty task for each thread, the caller may do them all. ``all``: every thread takes part, so it is the
 time to start and to end all of them. ``job``: 64 tasks of about 32 us, as a layer with few rows has. All timed in C;
-``asleep`` starts 3 ms after the last loop, when all threads sleep. ``step``: a job's time by that of the line above;
-``mean`` shows what the median hides beside busy processes.
+``gap`` starts 0.5 ms after the last loop, as the next layer of a model does; ``asleep`` 3 ms, when all threads sleep.
+``step``: a job's time by that of the line above; ``mean`` shows what the median hides beside busy processes.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 
 from ktcy.runtime import Pool, topology
 
-RUNS, SLEEPS, JOBS, IDLE = 2000, 200, 300, 0.003
+RUNS, SLEEPS, JOBS, GAP, IDLE = 2000, 200, 300, 0.0005, 0.003
 TASKS, SECONDS = 64, 32e-6
 
 
@@ -45,7 +45,8 @@ def cell(times):
 
 def table(title, pools, loads):
     print(f"\n{title}; us, median (90th percentile)")
-    names = ["empty, awake", "empty, asleep", "all, awake", "all, asleep", "job, awake", "job, asleep"]
+    names = ["empty, awake", "empty, asleep", "all, awake", "all, asleep", "job, awake"]
+    names += ["job, gap", "job, asleep"]
     print(f"{'asked':>6} {'used':>5} {'groups':>6} " + " ".join(f"{name:>18}" for name in names) + "     mean  step")
     before = None
     for asked, make in pools:
@@ -53,7 +54,7 @@ def table(title, pools, loads):
             count = pool.threads
             rows = [pool.round_trips(RUNS, tasks=count), pool.round_trips(SLEEPS, IDLE, tasks=count)]
             rows += [pool.round_trips(RUNS), pool.round_trips(SLEEPS, IDLE)]
-            rows += [pool.round_trips(JOBS, idle, tasks=TASKS, loads=loads) for idle in (0, IDLE)]
+            rows += [pool.round_trips(JOBS, idle, tasks=TASKS, loads=loads) for idle in (0, GAP, IDLE)]
             job = np.median(rows[4])
             step = f"{job / before:5.2f}" if before else ""
             before = job
