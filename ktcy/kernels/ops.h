@@ -29,6 +29,8 @@
     X(vi32_shr_16, 64, 0, 0, 64, vi32_store(out, vi32_shr(vi32_load(a), 16))) \
     X(vi32_select_gt, 64, 64, 64, 64, \
       vi32_store(out, vi32_select_gt(vi32_load(a), vi32_load(b), vi32_load(c), vi32_load(a)))) \
+    X(vi32_and_or, 64, 64, 64, 64, vi32_store(out, vi32_and_or(vi32_load(a), vi32_load(b), vi32_load(c)))) \
+    X(vi32_load_u4, 8, 0, 0, 64, vi32_store(out, vi32_load_u4(a))) \
     X(vi32_load_u16, 32, 0, 0, 64, vi32_store(out, vi32_load_u16(a))) \
     X(vi32_store_u16, 64, 0, 0, 32, vi32_store_u16(out, vi32_load(a))) \
     X(vi32_store_s8, 64, 0, 0, 16, vi32_store_s8(out, vi32_load(a))) \
