@@ -4,8 +4,9 @@ Every number travels as a value and a bound: ``(v, e)`` says that the kernels ho
 Bounds are first order times ``SLACK``; the relative errors here stay under 1e-3, so that covers their products.
 The forms of the layer share the code and differ in how they round weights and activations:
 
-- a format's name (``int8``, ``bf16``): follow its scheme of table.h. What is left is float32 arithmetic, and a
-  value of the intermediate that lies so close to the middle of two steps that arithmetic decides between them.
+- a format's name (``int8``, ``int4``, ``bf16``): follow its scheme of table.h. What is left is float32
+  arithmetic, and a value of the intermediate that lies so close to the middle of two steps that arithmetic
+  decides between them.
 - ``exact``: keep the original numbers. The bound is then the error of the int8 scheme itself.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
+from ktcy import kernels as registry
 from ktcy.weights.quantized import CODES, Quantized
 
 U = 2.0**-24
@@ -73,6 +75,43 @@ def pack_int8(q, scale):
     return lines.reshape(blocks, 16 * padded).view(np.uint8), scales.reshape(blocks, 16).view(np.uint8)
 
 
+def pack_int4(u, factor, scale):
+    """Nibbles [N, K], factors [N, K / 32] and scales [N] in the layout int4-n16k8-g32-v1, as `pack_int8`."""
+    n, k = u.shape
+    blocks, padded = -(-n // 16), -(-k // 64) * 64
+    codes, factors = np.full((blocks * 16, padded), 8, np.uint8), np.ones((blocks * 16, padded // 32), np.int8)
+    scales = np.zeros(blocks * 16, np.float32)
+    codes[:n, :k], factors[:n, : factor.shape[1]], scales[:n] = u, factor, scale
+    lines = codes.reshape(blocks, 16, padded // 8, 2, 4).transpose(3, 0, 2, 1, 4)
+    factors = np.ascontiguousarray(factors.reshape(blocks, 16, -1).swapaxes(1, 2)).reshape(blocks, -1)
+    weight = (lines[0] | lines[1] << 4).reshape(blocks, 8 * padded)
+    return weight, np.concatenate([scales.reshape(blocks, 16).view(np.uint8), factors.view(np.uint8)], axis=1)
+
+
+def unpack_int4(weight, scale, n, k):
+    """What `pack_int4` packed: nibbles [n, k], factors [n, ceil(k / 32)], scales [n]."""
+    blocks = len(weight)
+    lines = weight.reshape(blocks, -1, 16, 4)
+    u = np.stack([lines & 15, lines >> 4], axis=2).transpose(0, 3, 1, 2, 4).reshape(blocks * 16, -1)
+    factor = scale[:, 64:].view(np.int8).reshape(blocks, -1, 16).swapaxes(1, 2).reshape(blocks * 16, -1)
+    return u[:n, :k], factor[:n, : -(-k // 32)], np.ascontiguousarray(scale[:, :64]).view(np.float32).ravel()[:n]
+
+
+def int4_steps(u, factor):
+    """The integers that nibbles and factors stand for."""
+    return factor.astype(np.int64).repeat(32, axis=1)[:, : u.shape[1]] * (u.astype(np.int64) - 8)
+
+
+def int4_weights(w):
+    """float64 values that AVX2 packs w to (test_int4.py: what every variant packs, and how good it is)."""
+    fmt = registry.load("avx2").format("int4")
+    blocks, (n, k) = -(-len(w) // 16), w.shape
+    packed = [np.empty((blocks, size), np.uint8) for size in (fmt.weight_bytes(k), fmt.scale_bytes(k))]
+    fmt.pack(w, *packed)
+    u, factor, scale = unpack_int4(*packed, n, k)
+    return dequantize(int4_steps(u, factor), scale)
+
+
 def int8_rounding(v, e):
     """What the scheme makes of rows v known within e, and how far the kernels' may be from it.
 
@@ -119,7 +158,7 @@ def exact_rounding(v, e):
 
 def rounding(form):
     """How a form rounds activations; formats of codes share the bf16 core."""
-    return {"int8": int8_rounding, "exact": exact_rounding}.get(form, bf16_rounding)
+    return {"int8": int8_rounding, "int4": int8_rounding, "exact": exact_rounding}.get(form, bf16_rounding)
 
 
 class Coded(NamedTuple):
@@ -134,14 +173,7 @@ class Coded(NamedTuple):
 
 
 # The formats of codes; keys are also forms.
-CODED = {
-    "rawint4": Coded("int4", 32, "bfloat16", late=True),
-    "q4_0": Coded("int4", 32, "float16", late=True),
-    "q8_0": Coded("int8", 32, "float16", late=True),
-    "gptq32": Coded("int4", 32, "float16", zero=True, late=True),
-    "gptq64": Coded("int4", 64, "float16", zero=True, late=True),
-    "gptq128": Coded("int4", 128, "float16", zero=True, late=True),
-}
+CODED = {}
 
 
 def encode(w, name):
@@ -156,27 +188,21 @@ def encode(w, name):
     size = group or k
     padded = np.zeros((-(-n // block) * block, -(-k // size) * size))
     padded[:n, :k] = w
-    parts = padded.reshape(len(padded) // block, block, -1, size)
-    most = np.abs(parts).max(axis=(1, 3)).repeat(block, axis=0)[:n]
+    most = np.abs(padded).reshape(len(padded) // block, block, -1, size).max(axis=(1, 3)).repeat(block, axis=0)[:n]
     step = np.minimum(most / np.abs(table[finite]).max(), 2.0**100)
-    positive = parts.max(axis=(1, 3)).repeat(block, axis=0)[:n] == most
-    if kind.startswith("int") and not has_zero:
-        # Codes reach further below zero: the scale takes its sign from the largest value, as in GGUF.
-        step *= np.where(positive, -1, 1)
     if dtype == "uint8":
         scale = np.clip(np.ceil(np.log2(np.maximum(step, 2.0**-126))) + 127, 1, 254).astype(np.uint8)
         step = np.ldexp(1.0, scale.astype(int) - 127)
     else:
         with np.errstate(over="ignore"):
-            scale = np.clip(np.where(np.abs(step) < FLUSH, 0, step), -60000.0, 60000.0).astype(np.float32).astype(dtype)
+            scale = np.minimum(step, 60000.0).astype(np.float32).astype(dtype)
         step = scale.astype(np.float64)
     zero = None
     if has_zero:
-        zero = np.where(positive, 7, 8)
-        zero = np.where(most > 0, zero, np.arange(zero.size).reshape(zero.shape) % 16).astype(np.uint8)
+        zero = (np.arange(n)[:, None] + 3 * np.arange(step.shape[1]) + 5).astype(np.uint8) % 16
         table = table + 8
     wide = step.repeat(size, axis=1)[:, :k]
-    t = np.divide(w, wide, out=np.zeros_like(w), where=wide != 0)
+    t = np.divide(w, wide, out=np.zeros_like(w), where=wide > 0)
     if has_zero:
         t += zero.repeat(size, axis=1)[:, :k]
     by_value = finite[np.argsort(table[finite], kind="stable")]
@@ -188,7 +214,7 @@ def encode(w, name):
 def rows(x, form):
     """Activation rows [M, K] as a form of the layer sees them: value and bound."""
     x = x.astype(np.float32).astype(np.float64)
-    if form == "int8":
+    if form in ("int8", "int4"):
         return dequantize(*quantize_rows(x)), np.zeros(x.shape)
     value, bound = rounding(form)(x, np.zeros(x.shape))
     return value, bound
@@ -196,6 +222,8 @@ def rows(x, form):
 
 def weights(w, form):
     """A matrix [N, K] as a form of the layer sees it: value and bound."""
+    if form == "int4":
+        return int4_weights(w), np.zeros(w.shape)
     if form not in CODED:
         return rows(w, form)
     value = encode(w, form).dequantize().astype(np.float64)

@@ -226,4 +226,8 @@ def operands(name, sizes, words, legal=True):
     if legal and name == "vi32_dot_s8":
         four = np.maximum(words[2][:1].view(np.int8), -127)
         words[2][:2] = np.array([four.view(np.int32)[0], four.sum(dtype=np.int32)]).view(np.uint32)
+    if legal and name == "vshort_dot":
+        # Nibbles, and sums that stay in 16 bits with four more products.
+        words[1] &= 0x0F0F0F0F
+        words[2][:1] = np.clip(words[2][:1].view(np.int16), -12288, 12288).view(np.uint32)
     return [w.view(np.uint8)[:size] for w, size in zip(words, sizes)]

@@ -19,7 +19,7 @@ from ktcy.moe import MoE
 from ktcy.weights.packed import PackedLayer
 
 BF16 = ml_dtypes.bfloat16
-FORMATS = ["int8", "bf16", *oracle.CODED]
+FORMATS = ["int8", "int4", "bf16", *oracle.CODED]
 
 
 @pytest.fixture(params=FORMATS, scope="module")
@@ -135,7 +135,7 @@ def test_packed_weights_read_back(fmt):
                 assert same(back, matrix.astype(BF16).astype(np.float32))
             else:
                 assert np.linalg.norm(back - matrix) < 0.12 * np.linalg.norm(matrix)
-    if not fmt.codes:
+    if fmt.name in ("int8", "bf16"):  # int4 searches for its steps anew
         values = [np.stack(part) for part in zip(*(weights.unpack(e) for e in range(2)))]
         again = PackedLayer.pack(fmt, *values, shape=layer.shape)
         assert [same(a, b) for a, b in zip(again.unpack(0), weights.unpack(0))] == [True] * 3

@@ -65,6 +65,12 @@ def dot(acc, w, c):
     return (acc + w.view(np.int8).reshape(16, 4) @ x).astype(np.uint64).astype(np.uint32).view(I32)
 
 
+def short_dot(acc, u, c):
+    words, x = c[:1].view(np.int16).astype(np.int64), c[1:2].view(np.int8).astype(np.int64)
+    sums = u.view(np.uint8).reshape(16, 4) @ x + words.sum()
+    return (acc + sums * c[2:].view(np.int8)).astype(np.uint64).astype(np.uint32).view(I32)
+
+
 def tiles(rows):
     def model(a, b):
         x = a.reshape(32, 64)[:rows].astype(I32)
@@ -104,18 +110,21 @@ MODELS = {
     "vi32_sub": (I32, I32, np.subtract),
     "vi32_and": (I32, I32, np.bitwise_and),
     "vi32_or": (I32, I32, np.bitwise_or),
+    "vi32_xor": (I32, I32, np.bitwise_xor),
     "vi32_max": (I32, I32, np.maximum),
+    "vi16_mul": (np.uint16, np.uint16, np.multiply),
+    "vi8_sub": (np.uint8, np.uint8, np.subtract),
+    "vi32_load_s8": (np.int8, I32, lambda a: a.astype(I32)),
     "vi32_shl_16": (I32, I32, lambda a: a << 16),
     "vi32_shr_16": (np.uint32, np.uint32, lambda a: a >> 16),
     "vi32_select_gt": (I32, I32, lambda a, b, c: np.where(a > b, c, a)),
-    "vi32_and_or": (I32, I32, lambda a, b, c: (a & b) | c),
-    "vi32_load_u4": (np.uint8, I32, lambda a: np.concatenate([a & 15, a >> 4]).astype(I32)),
     "vi32_load_u16": (np.uint16, I32, lambda a: a.astype(I32)),
     "vi32_store_u16": (I32, np.uint16, lambda a: a.astype(np.uint16)),
     "vi32_store_s8": (I32, np.int8, lambda a: a.astype(np.int8)),
     "vi32_hmax": (I32, I32, lambda a: a.max(keepdims=True)),
     "vi32_hsum": (I32, I32, lambda a: a.sum(keepdims=True, dtype=I32)),
     "vi32_dot_s8": (I32, I32, dot),
+    "vshort_dot": (I32, I32, short_dot),
     "tile_dot_s8": (np.int8, I32, tiles(32)),
     "tile_dot_s8_half": (np.int8, I32, tiles(16)),
     "tile_dot_bf16": (ml_dtypes.bfloat16, F32, bf16_tiles(32)),

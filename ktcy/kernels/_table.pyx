@@ -421,7 +421,7 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
     rows, scales, sums = x if isinstance(x, tuple) else fmt.quantize(x)
     cdef int64_t count = len(rows), k, i, row, padded
     if isinstance(x, tuple):
-        k = rows.shape[1] // (fmt.fmt.row_bytes(KT_KPAD) // KT_KPAD)
+        k = rows.shape[1] * KT_KPAD // fmt.fmt.row_bytes(KT_KPAD)
     else:
         k = (x.shape[1] + KT_KPAD - 1) // KT_KPAD * KT_KPAD
     cdef int64_t width = fmt.fmt.row_bytes(k), tile = fmt.fmt.panel_bytes(k)

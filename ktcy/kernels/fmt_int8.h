@@ -53,7 +53,7 @@ static void int8_unpack(const void *weight, const void *scale, int64_t k, float 
 KT_INLINE void int8_product(const kt_strip *now, kt_between between, kt_strip *last) {
     const int64_t bytes = KT_BLOCK * now->g->k;
     const int8_t *w = (const int8_t *)now->g->weight + now->block * bytes;
-    s8_sums(now, w, bytes, now->block + 2 < now->end ? w + 2 * bytes : now->g->next, between, last);
+    s8_sums(now, w, bytes, now->block + 2 < now->end ? w + 2 * bytes : now->g->next, 32, between, last);
 }
 
 KT_INLINE vf32 int8_value(const kt_strip *s, int64_t i, int64_t n) { return s8_value(s, i, n, 64); }

@@ -97,18 +97,19 @@ static void s8_rows(int rows, const int8_t *const *x, int64_t step, const int8_t
     }
 }
 
-/* The sums of a strip with its two blocks at w. next: weights to read after these, fetched meanwhile, or NULL. */
+/* The sums of a strip with its two blocks at w. next: what is read after these, `lines` of 64 bytes for each 64 of K,
+ * fetched meanwhile, or NULL. */
 KT_INLINE void s8_sums(const kt_strip *now, const int8_t *w, int64_t block_bytes, const int8_t *next,
-                       kt_between between, kt_strip *last) {
+                       int64_t lines, kt_between between, kt_strip *last) {
     const kt_gemm *g = now->g;
     const int8_t *tiles = g->tiles;
     if (now->blocks == 1)
         block_bytes = 0;
 #ifdef KT_HAVE_TILES
     if (tiles) {
-        /* The two blocks' k / 2 lines, spread over all strips and their k / 64 steps. */
+        /* The lines of next, spread over all strips and their k / 64 steps. */
         const int64_t strips = (g->m + KT_STRIP - 1) / KT_STRIP, steps = g->k / 64;
-        const int64_t share = next ? (32 + strips - 1) / strips : 0;
+        const int64_t share = next ? (lines + strips - 1) / strips : 0;
         kt_tiles(0, tiles + now->first * g->k, 16 * g->k, now->rows, w, w + block_bytes, steps, now->c.s32,
                  (const char *)next + now->first / KT_STRIP * share * g->k, share, between, last,
                  (KT_STRIP + steps - 1) / steps);

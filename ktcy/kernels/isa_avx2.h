@@ -28,8 +28,9 @@ KT_I32_BINARY(vi32_sub, _mm256_sub_epi32)
 KT_I32_BINARY(vi32_and, _mm256_and_si256)
 KT_I32_BINARY(vi32_or, _mm256_or_si256)
 KT_I32_BINARY(vi32_max, _mm256_max_epi32)
-/* (a & mask) | b */
-KT_INLINE vi32 vi32_and_or(vi32 a, vi32 mask, vi32 b) { return vi32_or(vi32_and(a, mask), b); }
+KT_I32_BINARY(vi32_xor, _mm256_xor_si256)
+KT_I32_BINARY(vi16_mul, _mm256_mullo_epi16)
+KT_I32_BINARY(vi8_sub, _mm256_sub_epi8)
 
 KT_INLINE vf32 vf32_load(const float *p) { return (vf32){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 KT_INLINE void vf32_store(float *p, vf32 v) {
@@ -68,10 +69,9 @@ KT_INLINE vi32 vi32_load_u16(const uint16_t *p) {
     return (vi32){_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)),
                   _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)))};
 }
-/* Lanes 0..7 are the lower, 8..15 the upper halves of 8 bytes. */
-KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-    return (vi32){_mm256_and_si256(bytes, _mm256_set1_epi32(15)), _mm256_srli_epi32(bytes, 4)};
+KT_INLINE vi32 vi32_load_s8(const int8_t *p) {
+    return (vi32){_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)),
+                  _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
 }
 /* Lanes must be in 0..65535. */
 KT_INLINE void vi32_store_u16(uint16_t *p, vi32 v) {
@@ -118,12 +118,36 @@ KT_INLINE vi32 vi32_dot_s8(vi32 acc, vs8w w, int32_t x) {
 }
 KT_INLINE vi32 vi32_dot_finish(vi32 acc, int32_t sum) { return acc; }
 
+/* A short sum begins at the sum of two words and takes products u8 x s8 of four bytes a lane; it is kept as two words,
+ * which never may leave 16 bits. Its multiple by a factor then joins a sum of 32 bits. */
+KT_INLINE vi32 vshort_start(int32_t words) { return vi32_set1(words); }
+KT_INLINE vi32 vshort_dot(vi32 sum, vi32 u, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    sum.lo = _mm256_add_epi16(sum.lo, _mm256_maddubs_epi16(u.lo, v));
+    sum.hi = _mm256_add_epi16(sum.hi, _mm256_maddubs_epi16(u.hi, v));
+    /* gcc would add in another order and run out of registers. */
+    __asm__("" : "+x"(sum.lo), "+x"(sum.hi));
+    return sum;
+}
+KT_INLINE vi32 vshort_factor(vi32 v) {
+    const __m256i twice =
+        _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0d0c0d0c09080908, 0x0504050401000100));
+    return (vi32){_mm256_shuffle_epi8(v.lo, twice), _mm256_shuffle_epi8(v.hi, twice)};
+}
+KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
+    return (vi32){_mm256_add_epi32(acc.lo, _mm256_madd_epi16(sum.lo, factor.lo)),
+                  _mm256_add_epi32(acc.hi, _mm256_madd_epi16(sum.hi, factor.hi))};
+}
+
 /* 16 registers: 4 rows x 1 block of accumulators, |w|, w, x and a product. */
 #define KT_S8_ROWS 4
 #define KT_S8_BLOCKS 1
 
 /* Rows of the bf16 core at once: three accumulators each. */
 #define KT_BF16_ROWS 2
+
+/* Rows of short sums at once: two accumulators each. */
+#define KT_SHORT_ROWS 2
 
 #define KT_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 

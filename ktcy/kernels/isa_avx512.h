@@ -23,6 +23,9 @@ typedef __m512i vi32;
 #define vi32_and _mm512_and_si512
 #define vi32_or _mm512_or_si512
 #define vi32_max _mm512_max_epi32
+#define vi32_xor _mm512_xor_si512
+#define vi16_mul _mm512_mullo_epi16
+#define vi8_sub _mm512_sub_epi8
 #define vi32_load(p) _mm512_loadu_si512(p)
 #define vi32_store(p, v) _mm512_storeu_si512(p, v)
 #define vi32_set1 _mm512_set1_epi32
@@ -34,14 +37,8 @@ typedef __m512i vi32;
 #define vi32_float _mm512_castsi512_ps
 #define vf32_round(a) _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define vi32_select_gt(a, b, yes, no) _mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(a, b), no, yes)
-/* (a & mask) | b */
-#define vi32_and_or(a, mask, b) _mm512_ternarylogic_epi32(a, mask, b, 0xea)
-/* Lanes 0..7 are the lower, 8..15 the upper halves of 8 bytes. */
-KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
-    const __m128i bytes = _mm_loadl_epi64((const __m128i *)p), high = _mm_srli_epi16(bytes, 4);
-    return _mm512_cvtepu8_epi32(_mm_and_si128(_mm_unpacklo_epi64(bytes, high), _mm_set1_epi8(15)));
-}
 #define vi32_load_u16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define vi32_load_s8(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define vi32_store_u16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtepi32_epi16(v))
 #define vi32_store_s8(p, v) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(v))
 #define vf32_load_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
@@ -66,6 +63,17 @@ KT_INLINE vi32 vi32_dot_s8(vi32 acc, vs8w w, int32_t x) {
     return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 KT_INLINE vi32 vi32_dot_finish(vi32 acc, int32_t sum) { return acc; }
+
+/* A short sum begins at the sum of two words and takes products u8 x s8 of four bytes a lane; it is kept as two words,
+ * which never may leave 16 bits. Its multiple by a factor then joins a sum of 32 bits. */
+KT_INLINE vi32 vshort_start(int32_t words) { return _mm512_set1_epi32(words); }
+KT_INLINE vi32 vshort_dot(vi32 sum, vi32 u, int32_t x) {
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(u, _mm512_set1_epi32(x)));
+}
+KT_INLINE vi32 vshort_factor(vi32 v) { return vi32_or(vi32_shl(v, 16), vi32_and(v, vi32_set1(0xffff))); }
+KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(sum, factor));
+}
 #endif
 
 /* 32 registers: 8 rows x 2 blocks of accumulators. */
@@ -74,6 +82,9 @@ KT_INLINE vi32 vi32_dot_finish(vi32 acc, int32_t sum) { return acc; }
 
 /* Rows of the bf16 core at once: three accumulators each. */
 #define KT_BF16_ROWS 4
+
+/* Rows of short sums at once: two accumulators each. */
+#define KT_SHORT_ROWS 4
 
 #define KT_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 

@@ -19,6 +19,18 @@ KT_INLINE __m512i vi32_dot_finish(__m512i acc, int32_t sum) {
     return _mm512_sub_epi32(acc, _mm512_set1_epi32((int32_t)(128u * (uint32_t)sum)));
 }
 
+/* A short sum (isa_avx512.h) is one number here. It fits 16 bits, so its lower word times the factor's is all of it. */
+KT_INLINE __m512i vshort_start(int32_t words) {
+    return _mm512_madd_epi16(_mm512_set1_epi32(words), _mm512_set1_epi16(1));
+}
+KT_INLINE __m512i vshort_dot(__m512i sum, __m512i u, int32_t x) {
+    return _mm512_dpbusd_epi32(sum, u, _mm512_set1_epi32(x));
+}
+KT_INLINE __m512i vshort_factor(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi32(0xffff)); }
+KT_INLINE __m512i vshort_add(__m512i acc, __m512i sum, __m512i factor) {
+    return _mm512_dpwssd_epi32(acc, sum, factor);
+}
+
 #ifndef KT_HAVE_PROBE
 #define KT_HAVE_PROBE
 KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {

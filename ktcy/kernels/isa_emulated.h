@@ -37,6 +37,8 @@ EMU_PS(emu_max_ps, _mm256_max_ps)
 EMU_SI(emu_add_epi32, _mm256_add_epi32)
 EMU_SI(emu_sub_epi32, _mm256_sub_epi32)
 EMU_SI(emu_sub_epi8, _mm256_sub_epi8)
+EMU_SI(emu_add_epi16, _mm256_add_epi16)
+EMU_SI(emu_mullo_epi16, _mm256_mullo_epi16)
 EMU_SI(emu_max_epi32, _mm256_max_epi32)
 EMU_SI(emu_and_si512, _mm256_and_si256)
 EMU_SI(emu_or_si512, _mm256_or_si256)
@@ -58,15 +60,11 @@ EMU_SI(emu_madd_epi16, _mm256_madd_epi16)
 #define _mm512_or_si512 emu_or_si512
 #define _mm512_xor_si512 emu_xor_si512
 #define _mm512_cmpgt_epi32_mask emu_cmpgt_epi32
+#define _mm512_sub_epi8 emu_sub_epi8
+#define _mm512_add_epi16 emu_add_epi16
+#define _mm512_mullo_epi16 emu_mullo_epi16
 #define _mm512_maddubs_epi16 emu_maddubs_epi16
 #define _mm512_madd_epi16 emu_madd_epi16
-
-/* Truth tables of vpternlogd by their number; 0xea is a & b | c. */
-KT_INLINE emu_m512i emu_ternarylogic_0xea(emu_m512i a, emu_m512i b, emu_m512i c) {
-    return emu_or_si512(emu_and_si512(a, b), c);
-}
-#undef _mm512_ternarylogic_epi32
-#define _mm512_ternarylogic_epi32(a, b, c, table) emu_ternarylogic_##table(a, b, c)
 
 KT_INLINE emu_m512 emu_fmadd_ps(emu_m512 a, emu_m512 b, emu_m512 c) {
     return (emu_m512){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
@@ -137,8 +135,8 @@ KT_INLINE emu_m512i emu_cvtepu16_epi32(__m256i a) {
     return (emu_m512i){_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)),
                        _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))};
 }
-KT_INLINE emu_m512i emu_cvtepu8_epi32(__m128i a) {
-    return (emu_m512i){_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
+KT_INLINE emu_m512i emu_cvtepi8_epi32(__m128i a) {
+    return (emu_m512i){_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))};
 }
 /* vpmovdw and vpmovdb drop the upper bits; they do not saturate. */
 KT_INLINE __m256i emu_cvtepi32_epi16(emu_m512i a) {
@@ -152,7 +150,7 @@ KT_INLINE __m128i emu_cvtepi32_epi8(emu_m512i a) {
 }
 #define _mm512_cvtph_ps emu_cvtph_ps
 #define _mm512_cvtepu16_epi32 emu_cvtepu16_epi32
-#define _mm512_cvtepu8_epi32 emu_cvtepu8_epi32
+#define _mm512_cvtepi8_epi32 emu_cvtepi8_epi32
 #define _mm512_cvtepi32_epi16 emu_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emu_cvtepi32_epi8
 
@@ -203,6 +201,10 @@ KT_INLINE emu_m512i emu_dpbusd_epi32(emu_m512i acc, emu_m512i a, emu_m512i b) {
         emu_dot4(acc.hi, emu_even_u8(a.hi), emu_odd_u8(a.hi), emu_even_s8(b.hi), emu_odd_s8(b.hi))};
 }
 #define _mm512_dpbusd_epi32 emu_dpbusd_epi32
+KT_INLINE emu_m512i emu_dpwssd_epi32(emu_m512i acc, emu_m512i a, emu_m512i b) {
+    return emu_add_epi32(acc, emu_madd_epi16(a, b));
+}
+#define _mm512_dpwssd_epi32 emu_dpwssd_epi32
 
 /* Eight tiles of 16 rows x 64 bytes, the one configuration that kernels use. A tile instruction without it
  * faults on the silicon, and here. */

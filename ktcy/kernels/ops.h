@@ -24,13 +24,15 @@
     X(vi32_sub, 64, 64, 0, 64, vi32_store(out, vi32_sub(vi32_load(a), vi32_load(b)))) \
     X(vi32_and, 64, 64, 0, 64, vi32_store(out, vi32_and(vi32_load(a), vi32_load(b)))) \
     X(vi32_or, 64, 64, 0, 64, vi32_store(out, vi32_or(vi32_load(a), vi32_load(b)))) \
+    X(vi32_xor, 64, 64, 0, 64, vi32_store(out, vi32_xor(vi32_load(a), vi32_load(b)))) \
     X(vi32_max, 64, 64, 0, 64, vi32_store(out, vi32_max(vi32_load(a), vi32_load(b)))) \
     X(vi32_shl_16, 64, 0, 0, 64, vi32_store(out, vi32_shl(vi32_load(a), 16))) \
     X(vi32_shr_16, 64, 0, 0, 64, vi32_store(out, vi32_shr(vi32_load(a), 16))) \
     X(vi32_select_gt, 64, 64, 64, 64, \
       vi32_store(out, vi32_select_gt(vi32_load(a), vi32_load(b), vi32_load(c), vi32_load(a)))) \
-    X(vi32_and_or, 64, 64, 64, 64, vi32_store(out, vi32_and_or(vi32_load(a), vi32_load(b), vi32_load(c)))) \
-    X(vi32_load_u4, 8, 0, 0, 64, vi32_store(out, vi32_load_u4(a))) \
+    X(vi16_mul, 64, 64, 0, 64, vi32_store(out, vi16_mul(vi32_load(a), vi32_load(b)))) \
+    X(vi8_sub, 64, 64, 0, 64, vi32_store(out, vi8_sub(vi32_load(a), vi32_load(b)))) \
+    X(vi32_load_s8, 16, 0, 0, 64, vi32_store(out, vi32_load_s8(a))) \
     X(vi32_load_u16, 32, 0, 0, 64, vi32_store(out, vi32_load_u16(a))) \
     X(vi32_store_u16, 64, 0, 0, 32, vi32_store_u16(out, vi32_load(a))) \
     X(vi32_store_s8, 64, 0, 0, 16, vi32_store_s8(out, vi32_load(a))) \
@@ -39,6 +41,10 @@
     X(vi32_dot_s8, 64, 64, 8, 64, \
       vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
                                       ((const int32_t *)c)[1]))) \
+    X(vshort_dot, 64, 64, 24, 64, \
+      vi32_store(out, vshort_add(vi32_load(a), \
+                                 vshort_dot(vshort_start(*(const int32_t *)c), vi32_load(b), ((const int32_t *)c)[1]), \
+                                 vshort_factor(vi32_load_s8((const int8_t *)c + 8))))) \
     KT_TILE_OPS(X)
 
 /* A is 32 rows x 64 bytes of activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */

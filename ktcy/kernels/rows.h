@@ -63,6 +63,24 @@ static void kt_gather_rows(const kt_source *src, int64_t n, int64_t k, float *ds
     }
 }
 
+/* The same, columns contiguous: dst[j][r] for j < ld, zeros past n rows and k columns. */
+KT_INLINE void kt_gather_lanes_of(const kt_source *src, int64_t size, int64_t n, int64_t k, int64_t ld, float *dst) {
+    const char *from = src->values;
+    for (int64_t j = 0; j < k; j++, from += src->col_stride * size) {
+        char values[64] = {0};
+        for (int64_t r = 0; r < n; r++)
+            memcpy(values + r * size, from + r * src->row_stride * size, (size_t)size);
+        vf32_store(dst + j * KT_BLOCK, kt_load16(values, src->dtype));
+    }
+    memset(dst + k * KT_BLOCK, 0, (size_t)((ld - k) * KT_BLOCK) * sizeof *dst);
+}
+static void kt_gather_lanes(const kt_source *src, int64_t n, int64_t k, int64_t ld, float *dst) {
+    if (src->dtype == KT_F32)
+        kt_gather_lanes_of(src, 4, n, k, ld, dst);
+    else
+        kt_gather_lanes_of(src, 2, n, k, ld, dst);
+}
+
 /* Bits of the largest magnitude; NaN and inf compare above every finite value. */
 #define KT_NOT_FINITE 0x7f800000
 KT_INLINE int32_t kt_absmax(const void *src, kt_dtype dtype, int64_t k) {

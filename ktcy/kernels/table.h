@@ -15,8 +15,18 @@
  *   A row whose absmax is under KT_TINY is all zeros with scale 0: half a step then stays a normal number, and no
  *   result depends on whether subnormals count. Unpacking saturates where 127 steps of FLT_MAX round to inf.
  *
+ * int4-n16k8-g32-v1: W = scale[n] * factor[n, k / 32] * q, q in -8..7, factor in -15..15 and not 0.
+ *   block = K/8 lines of 64 bytes; byte j = 0..3 of row n in line k holds q + 8 of 8k + j in its low nibble and of
+ *   8k + 4 + j in its high one.
+ *     line k:  | n0: k k+4, k+1 k+5, k+2 k+6, k+3 k+7 | n1: ... | ... | n15: ... |
+ *   scale block = 16 float32, then int8 factors [K/32][16]. factor * q is an exact int8, so products are those of the
+ *   int8 core. Factors and scale are searched for the least squared error of the row, in float32 and in one order
+ *   (fmt_int4.h), and each q is the nearest to its value. A row whose absmax is under KT_TINY has scale 0 and q = 0.
+ *
  * Activations of the int8 core: a row of K int8 with kt_meta {scale, sum}; quantized as a weight row.
  *   A row with NaN or inf gets scale NaN and zeros, so every product of that token is NaN and no other is.
+ *   Rows of int4 go on, after K, with two int16 for each 32 values: -8 times the sum of those at k % 4 < 2, and of the
+ *   others; their tiles are the same.
  *   Tiles: rows in tiles of 16 x 64 bytes, [M/16][K/64][16][64]; rows past M are zero.
  *
  * Product of the int8 core: y = fma((float)sum_k x_q w_q, w_scale * x_scale, bias), the sum exact in int32, so
@@ -31,20 +41,6 @@
  *
  * bf16-n16k2-v1: block = K/2 lines of 64 bytes; line k holds for row n = 0..15 the bfloat16 W[n, 2k], W[n, 2k + 1].
  *   No scales. Floats are rounded to nearest even; one that rounds to inf counts as not finite.
- *
- * Codes with a 16-bit scale for each group of K, on the bf16 core: a value is (code - zero) * scale. The difference is
- * exact in bfloat16, and the scale comes after the sum of its group, in float32, y = fma(sum, scale, y), ascending K:
- * nothing of a checkpoint is rounded. (To round values to bfloat16 in the decode took 2.4 times as long for one row on
- * AVX2.) Scales may be negative; a bfloat16 one that is subnormal counts as zero. Zeros past K and N are codes equal to
- * their zero point.
- *   int4-n16k8-*: block = K/8 lines of 64 bytes; line k holds for row n a 32-bit word of the codes 0..15 of
- *     W[n, 8k..8k+7], even ones in the lower half and odd ones in the upper: from the lowest bits k, k+2, k+4, k+6,
- *     k+1, k+3, k+5, k+7. The zero point is 8 where none are stored.
- *   int8-n16k4-*: block = K/4 lines; from the lowest byte k, k+2, k+1, k+3, each code + 128.
- *   scale block: scales [ceil(K / group)][16]; then zero points, if stored, [K/group][8 bytes] of which byte n holds
- *     row n in its lower and row n + 8 in its upper half; padded to 64 bytes.
- *   rawint4, q4_0: int4, group 32, scales bfloat16 (compressed-tensors) or float16 (GGUF Q4_0). q8_0: int8, group 32,
- *   float16 (GGUF Q8_0, IQ4_NL). gptq32, gptq64, gptq128: int4 with zero points, float16 (GPTQ, AWQ).
  */
 #ifndef KT_TABLE_H
 #define KT_TABLE_H
