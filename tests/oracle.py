@@ -173,7 +173,14 @@ class Coded(NamedTuple):
 
 
 # The formats of codes; keys are also forms.
-CODED = {}
+CODED = {
+    "rawint4": Coded("int4", 32, "bfloat16", late=True),
+    "q4_0": Coded("int4", 32, "float16", late=True),
+    "q8_0": Coded("int8", 32, "float16", late=True),
+    "gptq32": Coded("int4", 32, "float16", zero=True, late=True),
+    "gptq64": Coded("int4", 64, "float16", zero=True, late=True),
+    "gptq128": Coded("int4", 128, "float16", zero=True, late=True),
+}
 
 
 def encode(w, name):
@@ -188,21 +195,27 @@ def encode(w, name):
     size = group or k
     padded = np.zeros((-(-n // block) * block, -(-k // size) * size))
     padded[:n, :k] = w
-    most = np.abs(padded).reshape(len(padded) // block, block, -1, size).max(axis=(1, 3)).repeat(block, axis=0)[:n]
+    parts = padded.reshape(len(padded) // block, block, -1, size)
+    most = np.abs(parts).max(axis=(1, 3)).repeat(block, axis=0)[:n]
     step = np.minimum(most / np.abs(table[finite]).max(), 2.0**100)
+    positive = parts.max(axis=(1, 3)).repeat(block, axis=0)[:n] == most
+    if kind.startswith("int") and not has_zero:
+        # Codes reach further below zero: the scale takes its sign from the largest value, as in GGUF.
+        step *= np.where(positive, -1, 1)
     if dtype == "uint8":
         scale = np.clip(np.ceil(np.log2(np.maximum(step, 2.0**-126))) + 127, 1, 254).astype(np.uint8)
         step = np.ldexp(1.0, scale.astype(int) - 127)
     else:
         with np.errstate(over="ignore"):
-            scale = np.minimum(step, 60000.0).astype(np.float32).astype(dtype)
+            scale = np.clip(np.where(np.abs(step) < FLUSH, 0, step), -60000.0, 60000.0).astype(np.float32).astype(dtype)
         step = scale.astype(np.float64)
     zero = None
     if has_zero:
-        zero = (np.arange(n)[:, None] + 3 * np.arange(step.shape[1]) + 5).astype(np.uint8) % 16
+        zero = np.where(positive, 7, 8)
+        zero = np.where(most > 0, zero, np.arange(zero.size).reshape(zero.shape) % 16).astype(np.uint8)
         table = table + 8
     wide = step.repeat(size, axis=1)[:, :k]
-    t = np.divide(w, wide, out=np.zeros_like(w), where=wide > 0)
+    t = np.divide(w, wide, out=np.zeros_like(w), where=wide != 0)
     if has_zero:
         t += zero.repeat(size, axis=1)[:, :k]
     by_value = finite[np.argsort(table[finite], kind="stable")]

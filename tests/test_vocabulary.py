@@ -118,6 +118,8 @@ MODELS = {
     "vi32_shl_16": (I32, I32, lambda a: a << 16),
     "vi32_shr_16": (np.uint32, np.uint32, lambda a: a >> 16),
     "vi32_select_gt": (I32, I32, lambda a, b, c: np.where(a > b, c, a)),
+    "vi32_and_or": (I32, I32, lambda a, b, c: (a & b) | c),
+    "vi32_load_u4": (np.uint8, I32, lambda a: np.concatenate([a & 15, a >> 4]).astype(I32)),
     "vi32_load_u16": (np.uint16, I32, lambda a: a.astype(I32)),
     "vi32_store_u16": (I32, np.uint16, lambda a: a.astype(np.uint16)),
     "vi32_store_s8": (I32, np.int8, lambda a: a.astype(np.int8)),

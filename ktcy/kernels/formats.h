@@ -4,12 +4,19 @@
 #define KT_FORMATS_H
 
 #include "fmt_bf16.h"
+#include "fmt_grouped.h"
 #include "fmt_int4.h"
 #include "fmt_int8.h"
 
 #define KT_FORMATS(X) \
     X(int8, s8, "int8-n16k4-v1", NULL, NULL, 0, 0) \
     X(int4, int4, "int4-n16k8-g32-v1", NULL, NULL, 0, 0) \
-    X(bf16, bf16, "bf16-n16k2-v1", NULL, NULL, 0, 0)
+    X(bf16, bf16, "bf16-n16k2-v1", NULL, NULL, 0, 0) \
+    X(rawint4, bf16, "int4-n16k8-g32-bf16-v1", "int4", "bfloat16", 32, 0) \
+    X(q4_0, bf16, "int4-n16k8-g32-f16-v1", "int4", "float16", 32, 0) \
+    X(q8_0, bf16, "int8-n16k4-g32-f16-v1", "int8", "float16", 32, 0) \
+    X(gptq32, bf16, "int4-n16k8-g32-f16-zero-v1", "int4", "float16", 32, 1) \
+    X(gptq64, bf16, "int4-n16k8-g64-f16-zero-v1", "int4", "float16", 64, 1) \
+    X(gptq128, bf16, "int4-n16k8-g128-f16-zero-v1", "int4", "float16", 128, 1)
 
 #endif

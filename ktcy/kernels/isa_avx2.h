@@ -28,6 +28,8 @@ KT_I32_BINARY(vi32_sub, _mm256_sub_epi32)
 KT_I32_BINARY(vi32_and, _mm256_and_si256)
 KT_I32_BINARY(vi32_or, _mm256_or_si256)
 KT_I32_BINARY(vi32_max, _mm256_max_epi32)
+/* (a & mask) | b */
+KT_INLINE vi32 vi32_and_or(vi32 a, vi32 mask, vi32 b) { return vi32_or(vi32_and(a, mask), b); }
 KT_I32_BINARY(vi32_xor, _mm256_xor_si256)
 KT_I32_BINARY(vi16_mul, _mm256_mullo_epi16)
 KT_I32_BINARY(vi8_sub, _mm256_sub_epi8)
@@ -68,6 +70,11 @@ KT_INLINE vi32 vi32_select_gt(vi32 a, vi32 b, vi32 yes, vi32 no) {
 KT_INLINE vi32 vi32_load_u16(const uint16_t *p) {
     return (vi32){_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)),
                   _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+/* Lanes 0..7 are the lower, 8..15 the upper halves of 8 bytes. */
+KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    return (vi32){_mm256_and_si256(bytes, _mm256_set1_epi32(15)), _mm256_srli_epi32(bytes, 4)};
 }
 KT_INLINE vi32 vi32_load_s8(const int8_t *p) {
     return (vi32){_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)),

@@ -37,6 +37,13 @@ typedef __m512i vi32;
 #define vi32_float _mm512_castsi512_ps
 #define vf32_round(a) _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define vi32_select_gt(a, b, yes, no) _mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(a, b), no, yes)
+/* (a & mask) | b */
+#define vi32_and_or(a, mask, b) _mm512_ternarylogic_epi32(a, mask, b, 0xea)
+/* Lanes 0..7 are the lower, 8..15 the upper halves of 8 bytes. */
+KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)p), high = _mm_srli_epi16(bytes, 4);
+    return _mm512_cvtepu8_epi32(_mm_and_si128(_mm_unpacklo_epi64(bytes, high), _mm_set1_epi8(15)));
+}
 #define vi32_load_u16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
 #define vi32_load_s8(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define vi32_store_u16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtepi32_epi16(v))

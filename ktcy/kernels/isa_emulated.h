@@ -66,6 +66,13 @@ EMU_SI(emu_madd_epi16, _mm256_madd_epi16)
 #define _mm512_maddubs_epi16 emu_maddubs_epi16
 #define _mm512_madd_epi16 emu_madd_epi16
 
+/* Truth tables of vpternlogd by their number; 0xea is a & b | c. */
+KT_INLINE emu_m512i emu_ternarylogic_0xea(emu_m512i a, emu_m512i b, emu_m512i c) {
+    return emu_or_si512(emu_and_si512(a, b), c);
+}
+#undef _mm512_ternarylogic_epi32
+#define _mm512_ternarylogic_epi32(a, b, c, table) emu_ternarylogic_##table(a, b, c)
+
 KT_INLINE emu_m512 emu_fmadd_ps(emu_m512 a, emu_m512 b, emu_m512 c) {
     return (emu_m512){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
@@ -135,6 +142,9 @@ KT_INLINE emu_m512i emu_cvtepu16_epi32(__m256i a) {
     return (emu_m512i){_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)),
                        _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))};
 }
+KT_INLINE emu_m512i emu_cvtepu8_epi32(__m128i a) {
+    return (emu_m512i){_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
+}
 KT_INLINE emu_m512i emu_cvtepi8_epi32(__m128i a) {
     return (emu_m512i){_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))};
 }
@@ -150,6 +160,7 @@ KT_INLINE __m128i emu_cvtepi32_epi8(emu_m512i a) {
 }
 #define _mm512_cvtph_ps emu_cvtph_ps
 #define _mm512_cvtepu16_epi32 emu_cvtepu16_epi32
+#define _mm512_cvtepu8_epi32 emu_cvtepu8_epi32
 #define _mm512_cvtepi8_epi32 emu_cvtepi8_epi32
 #define _mm512_cvtepi32_epi16 emu_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emu_cvtepi32_epi8

@@ -30,6 +30,8 @@
     X(vi32_shr_16, 64, 0, 0, 64, vi32_store(out, vi32_shr(vi32_load(a), 16))) \
     X(vi32_select_gt, 64, 64, 64, 64, \
       vi32_store(out, vi32_select_gt(vi32_load(a), vi32_load(b), vi32_load(c), vi32_load(a)))) \
+    X(vi32_and_or, 64, 64, 64, 64, vi32_store(out, vi32_and_or(vi32_load(a), vi32_load(b), vi32_load(c)))) \
+    X(vi32_load_u4, 8, 0, 0, 64, vi32_store(out, vi32_load_u4(a))) \
     X(vi16_mul, 64, 64, 0, 64, vi32_store(out, vi16_mul(vi32_load(a), vi32_load(b)))) \
     X(vi8_sub, 64, 64, 0, 64, vi32_store(out, vi8_sub(vi32_load(a), vi32_load(b)))) \
     X(vi32_load_s8, 16, 0, 0, 64, vi32_store(out, vi32_load_s8(a))) \
