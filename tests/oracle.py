@@ -11,6 +11,7 @@ The forms of the layer share the code and differ in how they round weights and a
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -180,6 +181,10 @@ CODED = {
     "gptq32": Coded("int4", 32, "float16", zero=True, late=True),
     "gptq64": Coded("int4", 64, "float16", zero=True, late=True),
     "gptq128": Coded("int4", 128, "float16", zero=True, late=True),
+    "fp8": Coded("e4m3", 128, "float32", block=128, late=True),
+    "fp8_channel": Coded("e4m3", 0, "float32", late=True),
+    "mxfp8": Coded("e4m3", 32, "uint8"),
+    "mxfp4": Coded("e2m1", 32, "uint8"),
 }
 
 
@@ -239,8 +244,13 @@ def weights(w, form):
         return int4_weights(w), np.zeros(w.shape)
     if form not in CODED:
         return rows(w, form)
-    value = encode(w, form).dequantize().astype(np.float64)
-    return value if CODED[form].late else to_bf16(value), np.zeros(w.shape)
+    q = encode(w, form)
+    # What is subnormal is zero to kernels: a scale that comes late, or a value.
+    if CODED[form].late:
+        q = replace(q, scale=np.where(np.abs(q.scale) < FLUSH, 0, q.scale).astype(q.scale.dtype))
+        return q.dequantize().astype(np.float64), np.zeros(w.shape)
+    value = q.dequantize().astype(np.float64)
+    return to_bf16(np.where(np.abs(value) < FLUSH, 0, value)), np.zeros(w.shape)
 
 
 def product(x, w, bias=None, form="int8"):
@@ -259,8 +269,8 @@ def product(x, w, bias=None, form="int8"):
         # each may flush, before its scale where scales come late.
         late = form in CODED and CODED[form].late
         groups = -(-k // (CODED[form].group or k)) if late else 0
-        # The smallest code is 2^-9, so no scale of a group that is not zero exceeds this.
-        largest = max(1.0, np.abs(w).max(initial=0) * 2.0**9) if late else 1.0
+        # The smallest code is 2^-9 and enters as 2^-17: so much may follow what is flushed.
+        largest = max(1.0, np.abs(w).max(initial=0) * 2.0**17) if late else 1.0
         e += (17 + -(-k // 32) + groups) * U * SLACK * (mass + e) + 2 * k * FLUSH * largest
         return y, (e + U * (np.abs(y) + e)) * SLACK + FLUSH
     # Rounded: the sum, the product of the scales, the fma. Flushed: the product of the scales, the fma.

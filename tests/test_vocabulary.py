@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import oracle
 import strategies
+from ktcy.weights.quantized import CODES
 
 F32, I32 = np.float32, np.int32
 NORMAL = F32(oracle.FLUSH)
@@ -92,6 +93,15 @@ def bf16_tiles(rows):
     return model
 
 
+def e2m1(j):
+    def model(a):
+        codes = a >> (4 * j) & 15
+        big = np.where(codes & 7, np.ldexp(CODES["e2m1"][codes], 125), 0)
+        return big.astype(ml_dtypes.bfloat16)
+
+    return model
+
+
 # Operation: types of the inputs, type of the output, model.
 MODELS = {
     "vf32_add": (F32, F32, added(1)),
@@ -125,6 +135,10 @@ MODELS = {
     "vi32_store_s8": (I32, np.int8, lambda a: a.astype(np.int8)),
     "vi32_hmax": (I32, I32, lambda a: a.max(keepdims=True)),
     "vi32_hsum": (I32, I32, lambda a: a.sum(keepdims=True, dtype=I32)),
+    "vi32_load_u8": (np.uint8, I32, lambda a: a.astype(I32)),
+    "vi32_subs_u16": (np.uint16, np.uint16, lambda a, b: a - np.minimum(a, b)),
+    **{f"vi32_e2m1_{j}": (np.uint16, ml_dtypes.bfloat16, e2m1(j)) for j in range(4)},
+    "vf32_load_e4m3": (np.uint8, F32, lambda a: CODES["e4m3"][a].reshape(16, 2).T / F32(256)),
     "vi32_dot_s8": (I32, I32, dot),
     "vshort_dot": (I32, I32, short_dot),
     "tile_dot_s8": (np.int8, I32, tiles(32)),

@@ -3,7 +3,7 @@ from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "table.h" nogil:
     const char *KT_CAPSULE
-    int64_t KT_BLOCK, KT_KPAD, KT_MAX_K
+    int64_t KT_BLOCK, KT_KPAD, KT_MAX_K, KT_SCALES_DIFFER
 
     ctypedef enum kt_dtype:
         KT_F32

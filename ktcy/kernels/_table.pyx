@@ -241,7 +241,8 @@ cdef class Format:
         Raises
         ------
         ValueError
-            For shapes that do not fit, or a value that is not finite; ``row`` and ``column`` are in the message.
+            For shapes that do not fit, or a value that is not finite; ``row`` and ``column`` are in the message. For
+            scales of rows that the format does not keep apart.
         TypeError
             For floats where codes are expected, or the reverse.
         """
@@ -291,10 +292,18 @@ cdef class Format:
                     s += scale_stride
             self.kernels.table.end(&state)
         PyMem_Free(work)
+        if bad == KT_SCALES_DIFFER:
+            raise ValueError(
+                f"rows {row} to {row + step - 1} have different scales, and {self.name} keeps one for each 16 rows: "
+                "blocks of scales must begin at multiples of 16 rows"
+            )
         if bad:
             row += (bad - 1) // k
             column = (bad - 1) % k
-            raise ValueError(f"the value {src[row, column]} at row {row}, column {column} is not finite")
+            at = f"{src[row, column]} at row {row}, column {column}"
+            if self.codes:
+                raise ValueError(f"the {self.codes} code {at} is NaN or has too large a scale")
+            raise ValueError(f"the value {at} is not finite")
 
     def unpack(self, weight, scale, n, k):
         """The float32 values [n, k] that packed blocks stand for (arrays as in `pack`)."""

@@ -112,6 +112,37 @@ KT_INLINE int32_t vi32_hsum(vi32 v) {
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
+KT_INLINE vi32 vi32_load_u8(const uint8_t *p) {
+    return (vi32){_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
+                  _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
+}
+KT_I32_BINARY(vi32_subs_u16, _mm256_subs_epu16)
+
+/* Sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that, subnormals too, and
+ * the conversion does not see DAZ. */
+KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
+    const __m256i w = _mm256_loadu_si256((const __m256i *)p), bits = _mm256_set1_epi16((short)0xbf80);
+    const __m256i a = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(w, 8), 1), bits);
+    const __m256i b = _mm256_and_si256(_mm256_srai_epi16(w, 1), bits);
+    *even = (vf32){_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
+    *odd = (vf32){_mm256_cvtph_ps(_mm256_castsi256_si128(b)), _mm256_cvtph_ps(_mm256_extracti128_si256(b, 1))};
+}
+
+/* Nibble j of each 16 bits, an e2m1 code: the bfloat16 of its value times 2^125; -0 is 0. */
+KT_INLINE __m256i kt_e2m1_half(__m256i v, int j) {
+    const __m128i high = _mm_setr_epi8(0, 0x7d, 0x7e, 0x7e, 0x7e, 0x7e, 0x7f, 0x7f, 0, (char)0xfd, (char)0xfe,
+                                       (char)0xfe, (char)0xfe, (char)0xfe, (char)0xff, (char)0xff);
+    const __m128i low = _mm_setr_epi8(0, (char)0x80, 0, 0x40, (char)0x80, (char)0xc0, 0, 0x40, 0, (char)0x80, 0, 0x40,
+                                      (char)0x80, (char)0xc0, 0, 0x40);
+    const __m256i code = _mm256_and_si256(j & 1 ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
+    const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(high), code);
+    const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(low), code);
+    const __m256i upper = _mm256_set1_epi16((short)0xff00);
+    return j < 2 ? _mm256_blendv_epi8(l, _mm256_slli_epi16(h, 8), upper)
+                 : _mm256_blendv_epi8(_mm256_srli_epi16(l, 8), h, upper);
+}
+KT_INLINE vi32 vi32_e2m1(vi32 v, int64_t j) { return (vi32){kt_e2m1_half(v.lo, (int)j), kt_e2m1_half(v.hi, (int)j)}; }
+
 /* maddubs multiplies u8 by s8: |w| by x with the sign of w. |w x| <= 128 * 127, so a pair fits 16 bits. */
 typedef vi32 vs8w;
 KT_INLINE vs8w vs8w_load(const int8_t *line) { return vi32_load((const int32_t *)line); }

@@ -53,6 +53,27 @@ KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
 #define vi32_hmax _mm512_reduce_max_epi32
 #define vi32_hsum _mm512_reduce_add_epi32
 
+#define vi32_load_u8(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define vi32_subs_u16 _mm512_subs_epu16
+
+/* Sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that, subnormals too, and
+ * the conversion does not see DAZ. */
+KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
+    const __m256i w = _mm256_loadu_si256((const __m256i *)p), bits = _mm256_set1_epi16((short)0xbf80);
+    *even = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(w, 8), 1), bits));
+    *odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(w, 1), bits));
+}
+
+/* Nibble j of each 16 bits, an e2m1 code: the bfloat16 of its value times 2^125; -0 is 0. vpermw looks at five bits:
+ * the table comes twice. */
+KT_INLINE vi32 vi32_e2m1(vi32 v, int64_t j) {
+#define KT_E2M1 \
+    0, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40, 0, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40
+    static const uint16_t table[32] __attribute__((aligned(64))) = {KT_E2M1, KT_E2M1};
+#undef KT_E2M1
+    return _mm512_permutexvar_epi16(vi32_shr(v, 4 * (unsigned)j), vi32_load(table));
+}
+
 #ifndef KT_HAVE_DOT_S8
 /* maddubs multiplies u8 by s8: |w| by x with the sign of w. |w x| <= 128 * 127, so a pair fits 16 bits. */
 typedef struct {

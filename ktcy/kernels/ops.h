@@ -40,6 +40,13 @@
     X(vi32_store_s8, 64, 0, 0, 16, vi32_store_s8(out, vi32_load(a))) \
     X(vi32_hmax, 64, 0, 0, 4, *(int32_t *)out = vi32_hmax(vi32_load(a))) \
     X(vi32_hsum, 64, 0, 0, 4, *(int32_t *)out = vi32_hsum(vi32_load(a))) \
+    X(vi32_load_u8, 16, 0, 0, 64, vi32_store(out, vi32_load_u8(a))) \
+    X(vi32_subs_u16, 64, 64, 0, 64, vi32_store(out, vi32_subs_u16(vi32_load(a), vi32_load(b)))) \
+    X(vi32_e2m1_0, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 0))) \
+    X(vi32_e2m1_1, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 1))) \
+    X(vi32_e2m1_2, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 2))) \
+    X(vi32_e2m1_3, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 3))) \
+    X(vf32_load_e4m3, 32, 0, 0, 128, op_load_e4m3(a, out)) \
     X(vi32_dot_s8, 64, 64, 8, 64, \
       vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
                                       ((const int32_t *)c)[1]))) \
@@ -63,6 +70,12 @@
 #define KT_TILE_OPS(X)
 #endif
 
+KT_INLINE void op_load_e4m3(const void *a, float *out) {
+    vf32 even, odd;
+    vf32_load_e4m3(a, &even, &odd);
+    vf32_store(out, even);
+    vf32_store(out + 16, odd);
+}
 KT_INLINE void op_idle(void *ctx, int64_t rows) {}
 
 #define KT_OP_FUNCTION(name, na, nb, nc, no, body) \

@@ -55,6 +55,20 @@
  *     row n in its lower and row n + 8 in its upper half; padded to 64 bytes.
  *   rawint4, q4_0: int4, group 32, scales bfloat16 (compressed-tensors) or float16 (GGUF Q4_0). q8_0: int8, group 32,
  *   float16 (GGUF Q8_0, IQ4_NL). gptq32, gptq64, gptq128: int4 with zero points, float16 (GPTQ, AWQ).
+ *
+ * e4m3 codes, in the layouts fp8-n16k4-g128-v1, fp8-n16k4-row-v1, mxfp8-n16k4-g32-v1: block = K/4 lines of 64 bytes;
+ *     line k:  | n0: 4k 4k+1 | n1: ... | ... | n15: ... | n0: 4k+2 4k+3 | n1: ... | ... | n15: ... |
+ *   A weight enters the core as its code's value / 256, which float16 bits give in one conversion. Subnormal float32
+ *   scales are packed as zero.
+ * fp8 (g128): scale block = ceil(K/128) float32, each for 16 rows of 128 values of K. The core's acc restarts after
+ *   each 128: total = fma(acc, 256 scale, total), y = total + bias.
+ * fp8_channel (row): scale block = 16 float32. y = fma(acc, 256 scale, bias).
+ * mxfp8, mxfp4 (g32): scale block = K/32 lines of 16 bytes e, one a row; weight = value * 2^(e - 127), exact in
+ *   bfloat16. A value below 2^-126 is packed as code 0. A code other than zero is refused where the scale makes the
+ *   format's largest value exceed float32 (e above 246 and 252); with zeros only, the scale is packed as that limit.
+ * mxfp4-n16k8-g32-v1: block = K/8 lines of 64 bytes of e2m1 codes; line k has 32 bits a row, lowest nibble first:
+ *     | n0: 8k 8k+2 8k+4 8k+6 8k+1 8k+3 8k+5 8k+7 | n1: ... | ... | n15: ... |
+ * NaN codes are refused. Padding is code 0, of scale 0 (fp8_channel) or 127 (e8m0).
  */
 #ifndef KT_TABLE_H
 #define KT_TABLE_H
@@ -68,6 +82,8 @@
 #define KT_TINY 0x1p-118f
 /* 127 * 127 * K must stay below 2^31. */
 #define KT_MAX_K 131072
+/* What pack returns for rows that share a block of scales and bring different ones. */
+#define KT_SCALES_DIFFER -1
 
 /* KT_CODES: one code of a quantized format a byte. */
 typedef enum { KT_F32, KT_F16, KT_BF16, KT_CODES } kt_dtype;
@@ -128,7 +144,7 @@ typedef struct {
     int64_t (*work_bytes)(int64_t k); /* of kt_gemm.work */
 
     /* Packs n <= 16 rows of k values into one block; missing rows are zero. work: pack_work(k) bytes.
-     * Returns 0, or 1 + n * k + k' for the first value that is not finite. */
+     * Returns 0, 1 + n * k + k' for a value that is not finite, or KT_SCALES_DIFFER. */
     int64_t (*pack_work)(int64_t k);
     int64_t (*pack)(const kt_source *src, int64_t n, int64_t k, void *weight, void *scale, void *work);
     /* The block's float32 values, [16][ld]. */
