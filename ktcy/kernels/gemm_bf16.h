@@ -142,12 +142,17 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
     for (int64_t n = 0; n < blocks; n++)
         for (int64_t i = 0; i < g->k; i += 32) {
             char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
+            vi32 lines[16];
 #pragma GCC unroll 16
             for (int64_t j = 0; j < 16; j++) {
                 vf32 even, odd;
                 decode(&now, n, i, j, &even, &odd);
-                vi32_store((int32_t *)(w + 64 * j), vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd)));
+                lines[j] = vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
             }
+            /* Apart, since after a store the compiler would load scales and pointers again. */
+#pragma GCC unroll 16
+            for (int64_t j = 0; j < 16; j++)
+                vi32_store((int32_t *)(w + 64 * j), lines[j]);
         }
 }
 /* Whether the rows of g share decoded blocks. */
