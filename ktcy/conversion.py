@@ -224,8 +224,9 @@ class _Job:
         todo = [layer for layer, fmt in formats.items() if not self._done(layer, fmt)]
         if not todo:
             return
-        headers = {n: layer_header(formats[n], n, c.shape, c.activation, c.has_bias) for n in todo}
-        tensors = {n: layer_tensors(formats[n], c.shape, c.has_bias) for n in todo}
+        optional = {n: (c.has_bias, c.has_order and formats[n].codes is not None) for n in todo}
+        headers = {n: layer_header(formats[n], n, c.shape, c.activation, *optional[n]) for n in todo}
+        tensors = {n: layer_tensors(formats[n], c.shape, *optional[n]) for n in todo}
         sizes = {n: len(headers[n]) + max(t.end for t in tensors[n].values()) for n in todo}
         if sum(sizes.values()) > shutil.disk_usage(self.out).free:
             raise no_room(self.out, sum(sizes.values()), errno.ENOSPC)

@@ -3,7 +3,7 @@
 cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from ktcy.kernels._table cimport (
@@ -28,6 +28,7 @@ cdef extern from "plan.h" nogil:
         const void *weight
         const void *scale
         const float *bias
+        const int32_t *order
 
     ctypedef struct kt_slice:
         const kt_matrix *gate_up
@@ -39,6 +40,7 @@ cdef extern from "plan.h" nogil:
         const kt_format *format
         kt_activation activation
         int64_t experts, hidden, inter, groups
+        bint ordered
         const kt_slice *slices
 
     ctypedef struct kt_batch:
@@ -139,6 +141,7 @@ cdef class MoE:
         self.layer.hidden = packed.shape.hidden_size
         self.layer.inter = packed.shape.moe_intermediate_size
         self.layer.groups = groups
+        self.layer.ordered = "gate_up.order" in packed.tensors
         self.layer.slices = self.slices
         pairs = _shares((self.layer.inter + KT_BLOCK - 1) // KT_BLOCK, 1, pool.group_threads)
         blocks = _shares((self.layer.hidden + KT_BLOCK - 1) // KT_BLOCK, KT_DOWN_BLOCKS, pool.group_threads)
@@ -158,6 +161,8 @@ cdef class MoE:
     cdef point(self, kt_matrix *matrix, part, source, block):
         """Where ``part`` of the stored expert ``source`` begins for a group that owns blocks from ``block``."""
         weight, scale, bias = (self.packed.tensors.get(f"{part}.{kind}") for kind in ("weight", "scale", "bias"))
+        if self.layer.ordered:
+            matrix.order = <const int32_t *>cnp.PyArray_DATA(self.packed.tensors[f"{part}.order"][source])
         if block < weight.shape[1]:
             matrix.weight = cnp.PyArray_DATA(weight[source, block])
             matrix.scale = cnp.PyArray_DATA(scale[source, block])

@@ -45,6 +45,7 @@
 typedef struct {
     const void *weight, *scale;
     const float *bias;
+    const int32_t *order; /* column j multiplies input order[j]; NULL: input j */
 } kt_matrix;
 
 /* What one group of threads (a NUMA node) owns of every expert: a range of gate/up pairs and of down blocks. The
@@ -59,6 +60,7 @@ typedef struct {
     const kt_format *format;
     kt_activation activation;
     int64_t experts, hidden, inter, groups;
+    bool ordered; /* matrices have an order of their own: a row of x is sorted and quantized for each slot */
     const kt_slice *slices; /* [groups] */
 } kt_layer;
 
@@ -81,7 +83,7 @@ typedef struct {
     float *h;      /* [slots, ldh] */
     int64_t ldh;   /* its pairs, in columns */
     char *columns; /* [down tasks, tokens, columns of one] of out's type */
-    char *own;     /* [threads, own_bytes]: sums, work, row, line of a thread */
+    char *own;     /* [threads, own_bytes]: sums, work, row, line, sorted of a thread */
     int64_t runs;  /* gate/up tasks an expert */
 } kt_part;
 
@@ -92,7 +94,7 @@ typedef struct {
     int64_t slots, units, active, tiles;
     int64_t pair_run; /* pairs of a gate/up task */
     /* sizes derived from the layer: bytes of a row and of its part of a tile; where things lie in a thread's own */
-    int64_t k_hidden, k_inter, x_bytes, h_bytes, x_tile, h_tile, work_at, row_at, line_at, own_bytes;
+    int64_t k_hidden, k_inter, x_bytes, h_bytes, x_tile, h_tile, work_at, row_at, line_at, sorted_at, own_bytes;
     kt_part *part;  /* [groups] */
     int64_t *tasks; /* [groups] of one stage */
     int32_t *offset, *first_tile, *expert_ids, *token;
@@ -125,7 +127,8 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
     p->work_at = kt_lines(batch->tokens * KT_DOWN_BLOCKS * KT_BLOCK * (int64_t)sizeof(float));
     p->row_at = p->work_at + kt_lines(layer->format->work_bytes(most));
     p->line_at = p->row_at + kt_lines(p->h_bytes);
-    p->own_bytes = p->line_at + (layer->groups > 1 ? kt_lines(layer->inter * (int64_t)sizeof(float)) : 0);
+    p->sorted_at = p->line_at + (layer->groups > 1 ? kt_lines(layer->inter * (int64_t)sizeof(float)) : 0);
+    p->own_bytes = p->sorted_at + (layer->ordered ? kt_lines(most * (int64_t)sizeof(float)) : 0);
 
     const int64_t units = slots / 16 + touched, many = slots / (layer->format->few_rows + 1);
     const int64_t tiles = slots / 16 + (many < touched ? many : touched);
@@ -142,9 +145,9 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
         KT_TAKE(p->token, int32_t, slots);
         KT_TAKE(p->route, float, slots);
         KT_TAKE(p->unit, kt_unit, units);
-        KT_TAKE(p->x_meta, kt_meta, batch->tokens);
+        KT_TAKE(p->x_meta, kt_meta, layer->ordered ? slots : batch->tokens);
         KT_TAKE(p->h_meta, kt_meta, slots);
-        KT_TAKE(p->x, char, batch->tokens * p->x_bytes);
+        KT_TAKE(p->x, char, (layer->ordered ? slots : batch->tokens) * p->x_bytes);
         KT_TAKE(p->hq, char, slots * p->h_bytes);
         KT_TAKE(p->x_tiles, char, tiles * 16 * p->x_tile);
         KT_TAKE(p->h_tiles, char, tiles * 16 * p->h_tile);
@@ -240,10 +243,10 @@ static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_ma
         g.tiles = tile < 0 ? NULL : p->h_tiles + tile * 16 * p->h_tile;
     } else {
         g.k = p->k_hidden;
-        g.x = p->x;
+        g.x = p->x + (p->layer->ordered ? first * p->x_bytes : 0);
         g.ldx = p->x_bytes;
-        g.index = p->token + first;
-        g.meta = p->x_meta;
+        g.index = p->layer->ordered ? NULL : p->token + first;
+        g.meta = p->x_meta + (p->layer->ordered ? first : 0);
         g.tiles = tile < 0 ? NULL : p->x_tiles + tile * 16 * p->x_tile;
     }
     return g;
@@ -260,6 +263,36 @@ static void kt_task_quantize(void *ctx, int64_t t, int thread)
     p->layer->kernels->end(&state);
 }
 
+/* A row of n elements in an order, or as it is. */
+static inline const void *kt_plan_sorted(const void *row, kt_dtype dtype, const int32_t *order, int64_t n, void *to)
+{
+    if (!order)
+        return row;
+    for (int64_t j = 0; j < n; j++)
+        if (dtype == KT_F32)
+            ((float *)to)[j] = ((const float *)row)[order[j]];
+        else
+            ((uint16_t *)to)[j] = ((const uint16_t *)row)[order[j]];
+    return to;
+}
+
+/* In place of kt_task_quantize in an ordered layer: the rows of a unit, each where its slot is. */
+static void kt_task_sort(void *ctx, int64_t i, int thread)
+{
+    const kt_plan *p = ctx;
+    const kt_batch *b = p->batch;
+    const kt_unit u = p->unit[i];
+    const int32_t *order = p->layer->slices->gate_up[u.expert].order;
+    kt_thread state;
+    p->layer->kernels->begin(&state);
+    for (int64_t slot = u.slot; slot < u.slot + u.rows; slot++) {
+        const void *row = kt_plan_sorted(b->x + p->token[slot] * b->x_stride, b->x_dtype, order, p->layer->hidden,
+                                         kt_plan_own(p, thread) + p->sorted_at);
+        p->layer->format->quantize(row, b->x_dtype, p->layer->hidden, p->x + slot * p->x_bytes, &p->x_meta[slot]);
+    }
+    p->layer->kernels->end(&state);
+}
+
 static void kt_task_gather(void *ctx, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
@@ -267,8 +300,10 @@ static void kt_task_gather(void *ctx, int64_t i, int thread)
     if (u.tile < 0)
         return;
     char *tiles = p->x_tiles + u.tile * 16 * p->x_tile;
-    for (int64_t r = 0; r < 16; r++)
-        p->layer->format->tile(r < u.rows ? p->x + p->token[u.slot + r] * p->x_bytes : NULL, p->k_hidden, r, tiles);
+    for (int64_t r = 0; r < 16; r++) {
+        const int64_t row = r >= u.rows ? 0 : p->layer->ordered ? u.slot + r : p->token[u.slot + r];
+        p->layer->format->tile(r < u.rows ? p->x + row * p->x_bytes : NULL, p->k_hidden, r, tiles);
+    }
 }
 
 static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
@@ -307,13 +342,15 @@ static void kt_task_requantize(void *ctx, int64_t i, int thread)
     const kt_format *f = p->layer->format;
     char *own = kt_plan_own(p, thread);
     float *line = (float *)(own + p->line_at);
+    const int32_t *order = p->layer->slices->down[u.expert].order;
     kt_thread state;
     p->layer->kernels->begin(&state);
     for (int64_t r = 0; r < 16; r++) {
         const int64_t slot = u.slot + r;
         char *row = u.tile < 0 ? p->hq + slot * p->h_bytes : own + p->row_at;
         if (r < u.rows)
-            f->quantize(kt_plan_h(p, slot, line), KT_F32, p->layer->inter, row, &p->h_meta[slot]);
+            f->quantize(kt_plan_sorted(kt_plan_h(p, slot, line), KT_F32, order, p->layer->inter, own + p->sorted_at),
+                        KT_F32, p->layer->inter, row, &p->h_meta[slot]);
         if (u.tile >= 0)
             f->tile(r < u.rows ? row : NULL, p->k_inter, r, p->h_tiles + u.tile * 16 * p->h_tile);
     }
@@ -399,7 +436,10 @@ static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
     if (bad)
         return bad;
     times->ended[KT_PHASE_plan] = kt_now();
-    kt_stage(pool, kt_task_quantize, p, tokens, tokens * p->k_hidden);
+    if (l->ordered)
+        kt_stage(pool, kt_task_sort, p, p->units, p->slots * p->k_hidden);
+    else
+        kt_stage(pool, kt_task_quantize, p, tokens, tokens * p->k_hidden);
     times->ended[KT_PHASE_quantize] = kt_now();
     if (p->tiles)
         kt_stage(pool, kt_task_gather, p, p->units, p->slots * p->k_hidden);

@@ -239,12 +239,12 @@ def rows(x, form):
 
 
 def weights(w, form):
-    """A matrix [N, K] as a form of the layer sees it: value and bound."""
+    """A matrix [N, K], floats or `Quantized`, as a form of the layer sees it: value and bound."""
     if form == "int4":
         return int4_weights(w), np.zeros(w.shape)
     if form not in CODED:
         return rows(w, form)
-    q = encode(w, form)
+    q = w if isinstance(w, Quantized) else encode(w, form)
     # What is subnormal is zero to kernels: a scale that comes late, or a value.
     if CODED[form].late:
         q = replace(q, scale=np.where(np.abs(q.scale) < FLUSH, 0, q.scale).astype(q.scale.dtype))

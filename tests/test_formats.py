@@ -38,6 +38,7 @@ class Source:
     def __init__(self, layer, name):
         self.layer, self.name = layer, name
         self.shape, self.activation, self.has_bias = layer.shape, layer.activation, layer.gate_bias is not None
+        self.has_order = False
 
     def expert(self, number, e):
         kept = self.layer.expert(e)

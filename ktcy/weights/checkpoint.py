@@ -104,6 +104,8 @@ class Checkpoint:
     shape : LayerShape
     activation : Activation
     has_bias : bool
+    has_order : bool
+        Whether columns of `Quantized` may be sorted (``desc_act`` of GPTQ).
     kind : str
         How the experts are stored: "bf16", "fp16" or "fp32" (the widest that occurs), or the ``kind`` of one of
         `schemes`: "fp8", "fp8_perchannel", "rawint4", "gptq_int4", "awq_int4", "mxfp4", "mxfp8".
@@ -148,6 +150,7 @@ class Checkpoint:
         groups = self._groups(_read_headers(self.path), depth)
         self._layers = {layer: self._layer(layer, groups) for layer in self.layers}
         self.kind = self._scheme.kind or self._float_kind()
+        self.has_order = getattr(self._scheme, "act_order", False)
         for root, held in groups.items():
             for name, (shard, _) in held.items():
                 raise ValueError(

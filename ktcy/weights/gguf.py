@@ -92,6 +92,8 @@ class Gguf:
     shape : LayerShape
     activation : Activation
     has_bias : bool
+    has_order : bool
+        False: no GGUF type sorts columns.
     types : dict of int to dict
         For each layer the GGML type of "gate", "up" and "down".
     kinds : dict of int to str
@@ -113,6 +115,8 @@ class Gguf:
     OSError
         If a file is missing or cannot be read.
     """
+
+    has_order = False
 
     def __init__(self, path):
         self.path = Path(path)

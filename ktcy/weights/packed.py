@@ -9,6 +9,8 @@ J = ceil(I / 16), B = ceil(H / 16); the bytes of a block and of its scales are t
     down.scale      U8  [E, B, scale_bytes(I)]
     gate_up.bias    F32 [E, 2J, 16]                both only if the model has biases; rows past I or H are 0
     down.bias       F32 [E, B, 16]
+    gate_up.order   I32 [E, H']                    both only if columns are sorted (act-order of GPTQ): column j
+    down.order      I32 [E, I']                    multiplies input order[j]; H' and I' are H and I rounded up to 64
 
 Data start at a multiple of 4096 bytes, every tensor at a multiple of 64. The same bytes serve every CPU variant
 and any number of threads.
@@ -40,7 +42,7 @@ FILE_VERSION = 1
 PAGE = 4096
 ROWS = 16
 
-NUMPY = {"U8": np.dtype("u1"), "F32": np.dtype("<f4")}
+NUMPY = {"U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I32": np.dtype("<i4")}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -48,7 +50,7 @@ def layer_path(folder, layer):
     return Path(folder) / f"layer-{layer:05d}.safetensors"
 
 
-def layer_tensors(fmt, shape, has_bias):
+def layer_tensors(fmt, shape, has_bias, has_order=False):
     """Name to `Tensor` in file order; offsets count from where the data start."""
     e, h, i = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
     gate_up, down = 2 * -(-i // ROWS), -(-h // ROWS)
@@ -61,6 +63,9 @@ def layer_tensors(fmt, shape, has_bias):
     if has_bias:
         dims["gate_up.bias"] = ("F32", (e, gate_up, ROWS))
         dims["down.bias"] = ("F32", (e, down, ROWS))
+    if has_order:
+        dims["gate_up.order"] = ("I32", (e, -(-h // 64) * 64))
+        dims["down.order"] = ("I32", (e, -(-i // 64) * 64))
     tensors, end = {}, 0
     for name, (dtype, size) in dims.items():
         begin, end = end, end + NUMPY[dtype].itemsize * math.prod(size)
@@ -68,7 +73,7 @@ def layer_tensors(fmt, shape, has_bias):
     return tensors
 
 
-def layer_header(fmt, layer, shape, activation, has_bias):
+def layer_header(fmt, layer, shape, activation, has_bias, has_order=False):
     """The bytes of a layer file before its data."""
     metadata = {
         "ktcy": str(FILE_VERSION),
@@ -80,7 +85,7 @@ def layer_header(fmt, layer, shape, activation, has_bias):
         "producer": f"ktcy {__version__}",
     }
     entries = {"__metadata__": metadata}
-    for name, t in layer_tensors(fmt, shape, has_bias).items():
+    for name, t in layer_tensors(fmt, shape, has_bias, has_order).items():
         entries[name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // PAGE) * PAGE - 8
@@ -103,7 +108,7 @@ def pack_expert(fmt, expert, out):
     Raises
     ------
     ValueError
-        For NaN or inf, naming the tensor, row and column.
+        For NaN or inf, naming the tensor, row and column; for gate and up that are sorted differently.
     TypeError
         For another dtype, naming the tensor.
     """
@@ -122,6 +127,7 @@ def pack_expert(fmt, expert, out):
                 if coded is None:
                     raise ValueError(f"{fmt.name} cannot hold its scales and zero points; use int8, int4 or bf16")
                 fmt.pack(coded.codes, weight, scale, coded.scale, coded.zero)
+                _pack_order(matrix.order, matrix.shape[1], out.get(f"{part}.order"), name == "up")
         except (TypeError, ValueError) as error:
             raise type(error)(f"{expert.source[name]}: {error}") from None
         if f"{part}.bias" in out:
@@ -132,6 +138,20 @@ def pack_expert(fmt, expert, out):
             padded = np.zeros((len(weight), ROWS), np.float32)
             padded.reshape(-1)[: len(bias)] = bias
             out[f"{part}.bias"][blocks] = padded
+
+
+def _pack_order(order, k, out, second):
+    """Stores where columns belong, or compares: gate and up multiply the same sorted row."""
+    if out is None:
+        if order is not None:
+            raise ValueError("its g_idx sorts the inputs, but config.json does not say desc_act; correct one of them")
+        return
+    full = np.arange(len(out), dtype=out.dtype)
+    if order is not None:
+        full[:k] = order
+    if second and np.any(full != out):
+        raise ValueError("gate and up have different g_idx, so they cannot share an input; use int8, int4 or bf16")
+    out[:] = full
 
 
 def in_order(pool, function, items, done=lambda result: None):
@@ -219,6 +239,7 @@ class PackedLayer:
     ----------
     gate_up_weight, gate_up_scale, down_weight, down_scale : ndarray of uint8
     gate_up_bias, down_bias : ndarray of float32, or None
+    gate_up_order, down_order : ndarray of int32, or None
         Shapes as in the module's description. Read-only if mapped.
     format, layout : str
     layer : int
@@ -230,18 +251,18 @@ class PackedLayer:
         Bytes of the tensors.
     """
 
-    def __init__(self, fmt, layer, shape, activation, has_bias, memory, path=None):
-        self._fmt, self._memory, self._has_bias = fmt, memory, has_bias
+    def __init__(self, fmt, layer, shape, activation, has_bias, memory, path=None, has_order=False):
+        self._fmt, self._memory, self._optional = fmt, memory, (has_bias, has_order)
         self.format, self.layout = fmt.name, fmt.layout
         self.layer, self.shape, self.activation, self.path = layer, shape, activation, path
         self.nbytes = memory.nbytes
         self.tensors = {
             name: memory[t.begin : t.end].view(NUMPY[t.dtype]).reshape(t.shape)
-            for name, t in layer_tensors(fmt, shape, has_bias).items()
+            for name, t in layer_tensors(fmt, shape, has_bias, has_order).items()
         }
-        for name in ("gate_up_weight", "gate_up_scale", "gate_up_bias", "down_weight", "down_scale", "down_bias"):
-            part, kind = name.rsplit("_", 1)
-            setattr(self, name, self.tensors.get(f"{part}.{kind}"))
+        for part in ("gate_up", "down"):
+            for kind in ("weight", "scale", "bias", "order"):
+                setattr(self, f"{part}_{kind}", self.tensors.get(f"{part}.{kind}"))
 
     def __reduce__(self):
         if self.path is None:
@@ -301,7 +322,11 @@ class PackedLayer:
             if has_bias:
                 _check_stack(f"{name}_bias", stack, (e, size))
 
-        return cls._filled(fmt, lambda e: _Expert(e, matrices, biases), shape, activation, has_bias, layer, threads)
+        has_order = fmt.codes is not None and any(
+            getattr(m, "order", None) is not None for stack in matrices for m in stack
+        )
+        expert = partial(_Expert, matrices=matrices, biases=biases)
+        return cls._filled(fmt, expert, shape, activation, has_bias, has_order, layer, threads)
 
     @classmethod
     def read(cls, fmt, source, layer, threads=1):
@@ -323,16 +348,17 @@ class PackedLayer:
             For damaged files, and values that are not finite or that the format cannot hold: file, tensor, expert.
         """
         expert = partial(source.expert, layer)
-        return cls._filled(fmt, expert, source.shape, source.activation, source.has_bias, layer, threads)
+        has_order = fmt.codes is not None and source.has_order
+        return cls._filled(fmt, expert, source.shape, source.activation, source.has_bias, has_order, layer, threads)
 
     @classmethod
-    def _filled(cls, fmt, expert, shape, activation, has_bias, layer, threads):
-        size = max(t.end for t in layer_tensors(fmt, shape, has_bias).values())
+    def _filled(cls, fmt, expert, shape, activation, has_bias, has_order, layer, threads):
+        size = max(t.end for t in layer_tensors(fmt, shape, has_bias, has_order).values())
         require(size, f"layer {layer}")
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        packed = cls(fmt, layer, shape, activation, has_bias, np.frombuffer(memory, np.uint8))
+        packed = cls(fmt, layer, shape, activation, has_bias, np.frombuffer(memory, np.uint8), has_order=has_order)
 
         def one(e):
             pack_expert(fmt, expert(e), {name: t[e] for name, t in packed.tensors.items()})
@@ -361,7 +387,7 @@ class PackedLayer:
             If the folder has no such layer: what it holds instead, and what to run.
         ValueError
             If the file is damaged, of another version, format or layout, or has a scale or bias that is not
-            finite, naming the file, what was found and what was expected.
+            finite or an order that is no permutation, naming the file, what was found and what was expected.
         OSError
             If it cannot be read or locked.
         """
@@ -369,18 +395,21 @@ class PackedLayer:
         if not path.is_file():
             raise FileNotFoundError(_absent(path, layer))
         header = read_header(path)
-        fmt, shape, activation, has_bias = _described(path, header, layer)
+        fmt, shape, activation, has_bias, has_order = _described(path, header, layer)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
         memory = np.frombuffer(mapped, np.uint8)[header.data :]
         if lock:
             _lock(memory, path)
-        packed = cls(fmt, layer, shape, activation, has_bias, memory, path)
+        packed = cls(fmt, layer, shape, activation, has_bias, memory, path, has_order)
         _check_scales(packed)
         if has_bias:
             packed._check_finite("gate_up.bias", packed.gate_up_bias)
             packed._check_finite("down.bias", packed.down_bias)
+        if has_order:
+            packed._check_order("gate_up.order", shape.hidden_size)
+            packed._check_order("down.order", shape.moe_intermediate_size)
         return packed
 
     def save(self, folder):
@@ -393,7 +422,7 @@ class PackedLayer:
         """
         path = layer_path(folder, self.layer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = layer_header(self._fmt, self.layer, self.shape, self.activation, self._has_bias)
+        header = layer_header(self._fmt, self.layer, self.shape, self.activation, *self._optional)
         with new_file(path, len(header) + self.nbytes) as fd:
             write_at(fd, header, 0)
             write_at(fd, self._memory, len(header))
@@ -415,7 +444,17 @@ class PackedLayer:
         h, i = self.shape.hidden_size, self.shape.moe_intermediate_size
         weight, scale = self.gate_up_weight[expert], self.gate_up_scale[expert]
         gate, up = (self._fmt.unpack(weight[part::2], scale[part::2], i, h) for part in (0, 1))
-        return gate, up, self._fmt.unpack(self.down_weight[expert], self.down_scale[expert], h, i)
+        down = self._fmt.unpack(self.down_weight[expert], self.down_scale[expert], h, i)
+        if self.gate_up_order is not None:
+            back, down_back = (np.argsort(o[expert][:k]) for o, k in ((self.gate_up_order, h), (self.down_order, i)))
+            gate, up, down = gate[:, back], up[:, back], down[:, down_back]
+        return gate, up, down
+
+    def _check_order(self, name, k):
+        order = self.tensors[name][:, :k]
+        wrong = np.flatnonzero((np.sort(order, axis=1) != np.arange(k)).any(axis=1))
+        if wrong.size:
+            raise ValueError(f"{self.path}: tensor {name} of expert {wrong[0]} is no order of {k} inputs")
 
     def _check_finite(self, name, values, lowest=-math.inf):
         """values: [E, blocks, 16]. min and max see a NaN too, and need no array of booleans."""
@@ -469,7 +508,7 @@ def _absent(path, layer):
 
 
 def _described(path, header, layer):
-    """Format, shape, activation and has_bias that a layer's file states, once they are known to be sound."""
+    """Format, shape, activation, has_bias and has_order that a layer's file states, once they are known to be sound."""
     meta = header.metadata
     again = "convert the model again with: python -m ktcy convert MODEL OUT"
     if "ktcy" not in meta:
@@ -500,14 +539,15 @@ def _described(path, header, layer):
     if number != layer:
         raise ValueError(f"{path} holds layer {number}, expected layer {layer}; it was renamed")
     has_bias = "down.bias" in header.tensors
-    expected = layer_tensors(fmt, shape, has_bias)
+    has_order = "gate_up.order" in header.tensors
+    expected = layer_tensors(fmt, shape, has_bias, has_order)
     found = {name: Tensor(*t[:2], t.begin - header.data, t.end - header.data) for name, t in header.tensors.items()}
     for name in sorted({*found, *expected}):
         if found.get(name) != expected.get(name):
             raise ValueError(f"{path}: tensor {name} is {found.get(name)}, expected {expected.get(name)}; {again}")
     if header.data % PAGE:
         raise ValueError(f"{path}: data start at byte {header.data}, expected a multiple of {PAGE}; {again}")
-    return fmt, shape, activation, has_bias
+    return fmt, shape, activation, has_bias, has_order
 
 
 def _lock(memory, path):
