@@ -358,6 +358,21 @@ def test_every_token_count_gives_the_same_bits(kernels, pools, tokens):
     assert same(forward(moe, layer, slice(70 - tokens, None)), want[70 - tokens :])
 
 
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("tokens", [2048, 2049, 2100])
+def test_very_many_tokens_give_the_same_bits(kernels, pools, tokens, threads):
+    """C18 C27: panels of rows, and from 2049 tokens on halves of them in the down projection; some experts get no
+    row, or only some from the first or the second half."""
+    rng = np.random.default_rng(tokens)
+    layer = strategies.layer(rng, LayerShape(7, 2, 100, 40), Activation(), tokens, bias=True)
+    layer.ids[:] = rng.choice([-1, 1, 2, 3, 4], (tokens, 2), p=[0.1, 0.4, 0.3, 0.1, 0.1])
+    layer.ids[[3, 1023], 0] = 5
+    layer.ids[1100:1118, 1] = 6
+    moe = loaded(layer, kernels, pools[threads])
+    pieces = [forward(moe, layer, slice(at, at + 250)) for at in range(0, tokens, 250)]
+    assert same(forward(moe, layer), np.concatenate(pieces))
+
+
 @settings(max_examples=10)
 @given(counts=st.lists(st.integers(0, 150), min_size=1, max_size=6))
 def test_no_call_leaves_anything_for_the_next(kernels, pools, counts):

@@ -113,6 +113,7 @@ typedef struct {
     const int32_t *index;
     const kt_meta *meta;
     const void *tiles;
+    int64_t skip; /* rows at the start, fewer than 16, that are in the first tile and give nothing */
     const void *weight, *scale;
     const float *bias; /* per packed row, or NULL */
     const void *next;  /* weights that the same thread reads after these, fetched meanwhile; or NULL */
