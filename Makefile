@@ -8,7 +8,7 @@ demo: .venv/demo/ready
 	.venv/demo/bin/ktcy demo
 
 test: .venv/test/ready
-	.venv/test/bin/python -m pytest tests
+	.venv/test/bin/python -m pytest tests -n auto --dist worksteal
 
 bench: .venv/test/ready
 	.venv/test/bin/python $(PIP) 'pytest-benchmark>=4'

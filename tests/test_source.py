@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+import test_schemes
 from safetensors.numpy import save_file
 
 import ktcy
@@ -171,3 +172,62 @@ def test_formats_of_floats(tmp_path):
     with open_source(checkpoint(tmp_path / "model", "fp16")) as source:
         table = kernels.default()
         assert [layer_format(source, 0, m, table).name for m in ("auto", "bf16", "int8")] == ["bf16", "bf16", "int8"]
+
+
+# name of a case of test_schemes -> the format that keeps its numbers
+NATIVE = {
+    "fp8": "fp8",
+    "fp8 minimax": "fp8",
+    "fp8 cut blocks": "fp8",
+    "fp8 bf16 scales": "fp8",
+    "fp8 e8m0 scales": "fp8",
+    "channel": "fp8_channel",
+    "channel bf16": "fp8_channel",
+    "mxfp8": "mxfp8",
+    "mxfp4": "mxfp4",
+    "rawint4": "rawint4",
+    "rawint4 f16": "q4_0",
+    "rawint4 rows": "rawint4",
+    "gptq": "gptq32",
+    "gptq v2": "gptq32",
+    "gptq sym": "q4_0",
+    "gptq 64": "gptq64",
+    "gptq no g_idx": "gptq32",
+    "awq": "gptq32",
+    "awq 128": "gptq128",
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_codes_of_a_checkpoint_stay_as_they_are(tmp_path, name):
+    """C30 C32 C33 C37: converted with auto and read back, run from the folder and from the files themselves; and made
+    into int8, int4 and bf16."""
+    model, write, quantization, h, i, *_ = test_schemes.CASES[name]
+    tensors, values = test_schemes.experts(model, write, h, i)
+    path = test_schemes.store(tmp_path / "model", tensors, test_schemes.config(model, quantization, h, i))
+    convert(path, tmp_path / "out", format="auto")
+    sizes = dict(num_experts=test_schemes.E, num_experts_per_tok=2, hidden_size=h, moe_intermediate_size=i)
+    r = np.random.default_rng(1)
+    x = r.standard_normal((9, h)).astype(np.float32)
+    ids, route = r.integers(0, test_schemes.E, (9, 2)), r.random((9, 2), np.float32)
+    answers = []
+    for where in (path, tmp_path / "out"):
+        moe = ktcy.KTMoEWrapper(1, **sizes, cpuinfer_threads=2, weight_path=where, method="auto")
+        moe.load_weights()
+        assert moe.packed.format == NATIVE[name]
+        answers.append(moe.forward(x, ids, route))
+        for e in range(test_schemes.E):
+            for back, value in zip(moe.packed.unpack(e), values[1, e]):
+                assert (back == value).all()
+    assert (answers[0] == answers[1]).all() and np.isfinite(answers[0]).all()
+    entry = json.loads((tmp_path / "out" / "ktcy.json").read_text())["layers"]["1"]
+    assert entry["format"] == NATIVE[name] and entry["error"]["worst"] == 0
+    stacks = [np.stack([values[1, e][part] for e in range(test_schemes.E)]) for part in range(3)]
+    for method in ("int8", "int4", "bf16"):
+        direct, tensors = (
+            ktcy.KTMoEWrapper(1, **sizes, cpuinfer_threads=2, weight_path=path, method=method, activation=activation)
+            for activation in (None, moe.packed.activation)
+        )
+        direct.load_weights()
+        tensors.load_weights_from_tensors(*stacks)
+        assert (direct.forward(x, ids, route) == tensors.forward(x, ids, route)).all()
