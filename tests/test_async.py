@@ -223,9 +223,9 @@ def test_groups_hold_what_they_own(grouped):
         # Each array begins at a cache line, and a group has three of its own and a few words in two shared ones.
         assert 0 <= sum(needs) - lines - alone <= 64 * 5 * pool.groups
         for group, need in enumerate(needs):
-            pairs, blocks = (n // 16 * group // pool.groups for n in (768, 1024))
-            ends = (n // 16 * (group + 1) // pool.groups for n in (768, 1024))
-            mine = [max(0, end - begin - 2) * 16 for begin, end in zip((pairs, blocks), ends)]
+            begin, total = sum(pool.group_threads[:group]), sum(pool.group_threads)
+            end = begin + pool.group_threads[group]
+            mine = [max(0, n // 16 * end // total - n // 16 * begin // total - 2) * 16 for n in (768, 1024)]
             assert need >= 4 * tokens * (2 * mine[0] + mine[1])
         pool.release()
         ids = np.zeros((tokens, 2), np.int32)

@@ -131,7 +131,8 @@ def test_packed_weights_read_back(fmt):
         for back, part in zip(weights.unpack(e), ("gate", "up", "down")):
             matrix = getattr(source.expert(0, e), part)
             if fmt.codes:
-                assert same(back, matrix.dequantize())
+                # By value: mxfp4 has one zero.
+                assert (back == matrix.dequantize()).all()
             elif fmt.name == "bf16":
                 assert same(back, matrix.astype(BF16).astype(np.float32))
             else:

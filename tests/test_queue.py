@@ -656,7 +656,9 @@ def test_shared(no_shared):
 def test_shared_goes_by_where_the_threads_are(no_shared):
     """The same number and places, however they are said; another mask of this thread means other CPUs."""
     with make_shared(3, groups=3) as three, make_shared(1) as one:
-        assert make_shared(WorkerPoolConfig(3)) is three is make_shared(WorkerPoolConfig(3, None, [1, 1, 1]))
+        assert make_shared(WorkerPoolConfig(3, None, [1, 1, 1])) is three
+        default = max(3, topology.default_threads(topology.here()))
+        assert make_shared(WorkerPoolConfig(3)) is make_shared(default, groups=3)
         assert make_shared(topology.default_threads(topology.here())) is make_shared()
         assert (one.pool.groups, three.pool.groups) == (1, 3) and make_shared(1, groups=1) is one
         make_shared().close()

@@ -47,8 +47,8 @@ def fp8_codes(rng, n, k):
     return codes
 
 
-def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1):
-    """``parts`` matrices one below the other, each with blocks of its own."""
+def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1, flat=False):
+    """``parts`` matrices one below the other, each with blocks of its own. flat: a single row of blocks has one axis."""
     codes = fp8_codes(rng, n, k)
     part = n // parts
     rows = -(-part // 128)
@@ -65,6 +65,8 @@ def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1):
         for c in range(0, k, 128):
             block = scale[r // part * rows + r % part // 128, c // 128]
             values[r, c : c + 128] = e4m3(codes[r, c : c + 128]).astype(np.float32) * block
+    if flat and len(stored) == 1:
+        stored = stored[0]
     return {"weight": ("F8_E4M3", codes), name: (dtype, stored)}, values
 
 
@@ -283,6 +285,7 @@ def part(write, **options):
 CASES = {
     # name -> model, writer, quantization_config, H, I, kind, kind of the codes, group
     "fp8": ("deepseek_v3", fp8, FP8, 256, 128, "fp8", "e4m3", 128),
+    "fp8 flat": ("qwen3_moe", part(fp8, flat=True), FP8, 256, 128, "fp8", "e4m3", 128),
     "fp8 qwen": ("qwen3_moe", fp8, FP8, 128, 384, "fp8", "e4m3", 128),
     "fp8 minimax": ("minimax_m2", fp8, {**FP8, "fmt": "float8_e4m3fn"}, 256, 128, "fp8", "e4m3", 128),
     "fp8 cut blocks": ("deepseek_v3", fp8, FP8, 200, 328, "fp8", "e4m3", 128),

@@ -79,14 +79,15 @@ class Fp8Block:
         rows = {_ceil(n, BLOCK), halves * _ceil(n // halves, BLOCK)}
         return {
             "weight": Part(("F8_E4M3",), ((n, k),)),
-            self.scale: Part(FLOATS + _E8M0, tuple((r, columns) for r in sorted(rows))),
+            # transformers 5.17 drops the first axis of a single row of blocks.
+            self.scale: Part(FLOATS + _E8M0, (*((r, columns) for r in sorted(rows)), *[(columns,)] * (rows == {1}))),
         }
 
     def work(self, n, k):
         return 0
 
     def matrix(self, arrays, n, k, work, where):
-        scale = arrays[self.scale]
+        scale = arrays[self.scale].reshape(-1, _ceil(k, BLOCK))
         if scale.dtype == np.uint8:
             scale = np.ldexp(np.float32(1), _exponents(scale, where(self.scale)).astype(np.int32) - 127)
         else:
