@@ -48,7 +48,7 @@ def fp8_codes(rng, n, k):
 
 
 def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1, flat=False):
-    """``parts`` matrices one below the other, each with blocks of its own. flat: a single row of blocks has one axis."""
+    """``parts`` matrices one below the other, each with blocks of its own. flat: one row of blocks has one axis."""
     codes = fp8_codes(rng, n, k)
     part = n // parts
     rows = -(-part // 128)
