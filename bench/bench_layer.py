@@ -39,7 +39,9 @@ def stored(fmt, shape, experts, layers, seed=0):
     tensors = layer_tensors(fmt, small, False)
     size = max(t.end for t in tensors.values())
     size += -size % 4096
-    memory = np.frombuffer(mmap.mmap(-1, layers * size), np.uint8)
+    mapped = mmap.mmap(-1, layers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE)  # as packed layers ask
+    memory = np.frombuffer(mapped, np.uint8)
     result = [PackedLayer(fmt, n, small, Activation(), False, memory[n * size : (n + 1) * size]) for n in range(layers)]
     h, i = shape.hidden_size, shape.moe_intermediate_size
     matrices = {}
