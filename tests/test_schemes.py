@@ -48,7 +48,7 @@ def fp8_codes(rng, n, k):
 
 
 def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1, flat=False):
-    """``parts`` matrices one below the other, each with blocks of its own. flat: one row of blocks has one axis."""
+    """``parts`` matrices one below the other, each with blocks of its own. flat: a row or column of them has one axis."""
     codes = fp8_codes(rng, n, k)
     part = n // parts
     rows = -(-part // 128)
@@ -65,8 +65,8 @@ def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1, flat=False):
         for c in range(0, k, 128):
             block = scale[r // part * rows + r % part // 128, c // 128]
             values[r, c : c + 128] = e4m3(codes[r, c : c + 128]).astype(np.float32) * block
-    if flat and len(stored) == 1:
-        stored = stored[0]
+    if flat and 1 in stored.shape:
+        stored = stored.reshape(-1)
     return {"weight": ("F8_E4M3", codes), name: (dtype, stored)}, values
 
 

@@ -44,6 +44,11 @@ class Part(NamedTuple):
     optional: bool = False
 
 
+def _grids(rows, columns):
+    """Shapes of a grid of blocks: transformers 5.17 saves a single row or column of them without the other axis."""
+    return ((rows, columns), (rows * columns,)) if 1 in (rows, columns) else ((rows, columns),)
+
+
 def fused_name(name, suffix):
     """Of the tensor that holds a part of all experts: ``gate_up_proj``, ``gate_up_proj_scale_inv``, ``..._blocks``."""
     return name + suffix.removeprefix("weight") if suffix.startswith("weight") else f"{name}_{suffix}"
@@ -79,8 +84,7 @@ class Fp8Block:
         rows = {_ceil(n, BLOCK), halves * _ceil(n // halves, BLOCK)}
         return {
             "weight": Part(("F8_E4M3",), ((n, k),)),
-            # transformers 5.17 drops the first axis of a single row of blocks.
-            self.scale: Part(FLOATS + _E8M0, (*((r, columns) for r in sorted(rows)), *[(columns,)] * (rows == {1}))),
+            self.scale: Part(FLOATS + _E8M0, tuple(shape for r in sorted(rows) for shape in _grids(r, columns))),
         }
 
     def work(self, n, k):
