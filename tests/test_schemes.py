@@ -48,7 +48,7 @@ def fp8_codes(rng, n, k):
 
 
 def fp8(rng, n, k, name="weight_scale_inv", dtype="F32", parts=1, flat=False):
-    """``parts`` matrices one below the other, each with blocks of its own. flat: a row or column of them has one axis."""
+    """``parts`` matrices one below the other, each with blocks of its own. flat: one row or column has one axis."""
     codes = fp8_codes(rng, n, k)
     part = n // parts
     rows = -(-part // 128)
