@@ -206,16 +206,21 @@ def test_scales_past_float32_are_refused_unless_all_is_zero(kernels, name):
             pack(fmt, quantized(fmt, codes, scale))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_scales_that_are_not_finite_reach_only_their_rows(kernels, bad):
-    """C22: readers refuse them; packing takes them as they are."""
-    fmt = kernels.format("fp8_channel")
-    scale = np.ones((32, 1), F32)
-    scale[5] = bad
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**120])
+@pytest.mark.parametrize("name", ["fp8", "fp8_channel"])
+def test_scales_that_values_cannot_take_are_refused(kernels, name, bad):
+    """C22: NaN, inf, and what codes times 256 would take past float32; the largest below is exact."""
+    fmt = kernels.format(name)
+    scale = np.full((32, 1), 2.0**119, F32)
+    codes = np.full((32, 64), 0x38)
+    weight = pack(fmt, quantized(fmt, codes, scale))
+    assert (fmt.unpack(*weight, 32, 64) == 2.0**119).all()
     out = np.zeros((1, 32), F32)
-    q = quantized(fmt, np.full((32, 64), 0x38), scale)
-    fmt.down(np.ones((1, 64), F32), *pack(fmt, q), None, [0], [1.0], out)
-    assert not np.isfinite(out[0, 5]) and (np.delete(out[0], 5) == 64).all()
+    fmt.down(np.full((1, 64), 2.0**-119, F32), *weight, None, [0], [1.0], out)
+    assert (out == 64).all()
+    scale[16:] = bad
+    with pytest.raises(ValueError, match="at row 16, column 0 is NaN or has too large a scale"):
+        pack(fmt, quantized(fmt, codes, scale))
 
 
 def test_scales_that_part_a_block_of_rows_are_refused(kernels):

@@ -44,6 +44,8 @@ KT_INLINE void e4m3_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, v
     vf32_load_e4m3(w, even, odd);
 }
 
+/* Times 256 it stays finite; so do the values, nearly. */
+static int fp8_usable(float scale) { return __builtin_fabsf(scale) <= 0x1p119f; }
 /* A subnormal scale is zero. */
 static float fp8_normal(float scale) { return __builtin_fabsf(scale) < FLT_MIN ? 0.0f : scale; }
 
@@ -58,6 +60,9 @@ static int64_t fp8_pack(const kt_source *src, int64_t n, int64_t k, void *weight
     for (int64_t r = 1; r < n; r++)
         if (memcmp(scales + r * src->scale_stride, scales, (size_t)bytes))
             return KT_SCALES_DIFFER;
+    for (int64_t i = 0; i < k; i += KT_FP8_GROUP)
+        if (!fp8_usable(scales[i / KT_FP8_GROUP]))
+            return 1 + i;
     for (int64_t i = 0; i < k; i += KT_FP8_GROUP)
         ((float *)scale)[i / KT_FP8_GROUP] = fp8_normal(scales[i / KT_FP8_GROUP]);
     return e4m3_pack(src, n, k, weight);
@@ -84,6 +89,9 @@ static int64_t fp8_channel_pack_work(int64_t k) { return 0; }
 
 static int64_t fp8_channel_pack(const kt_source *src, int64_t n, int64_t k, void *weight, void *scale, void *work) {
     float *scales = scale;
+    for (int64_t r = 0; r < n; r++)
+        if (!fp8_usable(((const float *)src->scale)[r * src->scale_stride]))
+            return 1 + r * k;
     for (int64_t r = 0; r < KT_BLOCK; r++)
         scales[r] = r < n ? fp8_normal(((const float *)src->scale)[r * src->scale_stride]) : 0.0f;
     return e4m3_pack(src, n, k, weight);
