@@ -354,10 +354,12 @@ static inline void kt_pool_run_locked(kt_pool *p, kt_task fn, void *ctx, int64_t
     }
     kt_flat flat = {fn, ctx};
     int64_t first[p->groups], share[p->groups];
+    /* Not p->threads: that is 1 when another thread stopped the pool before this one got the lock. */
+    const int threads = p->group[p->groups - 1].thread + p->group[p->groups - 1].threads;
     for (int g = 0; g < p->groups; g++) {
         const kt_group *group = &p->group[g];
-        first[g] = n * group->thread / p->threads;
-        share[g] = n * (group->thread + group->threads) / p->threads - first[g];
+        first[g] = n * group->thread / threads;
+        share[g] = n * (group->thread + group->threads) / threads - first[g];
     }
     kt_pool_run_from(p, kt_flat_task, &flat, first, share);
 }

@@ -147,6 +147,15 @@ static void pool_round(int n_cpus, int groups, int threads, int clients, int run
     for (int g = 0; g < groups; g++)
         if (pool->group[g].bytes)
             fail("memory of a group is not accounted for");
+    kt_pool_lock(pool);
+    kt_pool_stop(pool);
+    kt_pool_unlock(pool);
+    /* As for one who waited for the lock meanwhile. */
+    job late = {.n = MAX_TASKS, .threads = 1, .busy = busy, .pool = pool};
+    kt_pool_run(pool, mark, &late, late.n);
+    for (int64_t i = 0; i < late.n; i++)
+        if (late.ran[i] != 1)
+            fail("a task did not run exactly once on a stopped pool");
     kt_pool_free(pool);
     free(busy);
 }
