@@ -1,7 +1,10 @@
 """Every test of kernels runs on every variant: those this machine has, and the emulated twin of every row."""
 
 import os
+import signal
 
+# A shell's background job ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before numpy and torch come: on many small matrices their threads only hinder each other and the pool.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

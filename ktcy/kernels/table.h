@@ -76,7 +76,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KT_CAPSULE "ktcy.kernels.v2"
+#define KT_CAPSULE "ktcy.kernels.v3"
 #define KT_BLOCK 16
 #define KT_KPAD 64
 #define KT_TINY 0x1p-118f
