@@ -30,7 +30,7 @@ from ._version import __version__
 from .config import method_of
 from .runtime import topology
 from .weights._header import what_folder
-from .weights.source import kind_of, layer_format, open_source
+from .weights.source import layer_format, open_source
 from .weights.packed import (
     FILE_VERSION,
     NUMPY,
@@ -278,7 +278,7 @@ class _Job:
             "file": layer_path(self.out, layer).name,
             "format": fmt.name,
             "layout": fmt.layout,
-            "kind": kind_of(self.source, layer),
+            "kind": self.source.kinds[layer],
             "checksum": checksum.text(),
             "error": error,
         }
@@ -357,17 +357,16 @@ def _formats(source, layers, method):
     """The format of each layer; layers of one kind have the same."""
     by_kind = {}
     for layer in layers:
-        kind = kind_of(source, layer)
+        kind = source.kinds[layer]
         if kind not in by_kind:
             by_kind[kind] = layer_format(source, layer, method, kernels.default())
-    return {layer: by_kind[kind_of(source, layer)] for layer in layers}
+    return {layer: by_kind[source.kinds[layer]] for layer in layers}
 
 
 def _identity(source):
     """What makes a model another one: its configuration, and the files that its experts are in."""
-    config = source.header() if source.path.is_file() else (source.path / "config.json").read_bytes()
     return {
-        "config": hashlib.sha256(config).hexdigest(),
+        "config": hashlib.sha256(source.header()).hexdigest(),
         "shards": {name: _sample(file) for name, file in sorted(source.files.items())},
     }
 

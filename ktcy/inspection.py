@@ -86,7 +86,7 @@ def _read(reader, holds):
     """The report on what a `Checkpoint` or `Gguf` reads."""
     with reader:
         of_gguf = isinstance(reader, Gguf)
-        kinds = reader.kinds if of_gguf else dict.fromkeys(reader.layers, reader.kind)
+        kinds = reader.kinds
         layers = {}
         for n in reader.layers:
             held = reader.tensors[n] if of_gguf else _named(reader, n)

@@ -231,3 +231,16 @@ def test_codes_of_a_checkpoint_stay_as_they_are(tmp_path, name):
         direct.load_weights()
         tensors.load_weights_from_tensors(*stacks)
         assert (direct.forward(x, ids, route) == tensors.forward(x, ids, route)).all()
+
+
+def test_a_layer_that_a_gguf_file_does_not_have(tmp_path):
+    """C66: the layers that it has, and no bare KeyError, whatever the method."""
+    import test_inspect
+
+    parts = [dict(gate=np.ones((96, 64)), up=np.ones((96, 64)), down=np.ones((64, 96))) for _ in range(test_inspect.E)]
+    stored = [{part: matrix.astype(np.float32) for part, matrix in expert.items()} for expert in parts]
+    path = test_inspect.write_gguf(tmp_path / "m.gguf", stored, ["Q8_0"])
+    for method in ("auto", "gguf", "int8"):
+        moe = ktcy.KTMoEWrapper(7, test_inspect.E, 2, 64, 96, weight_path=path, method=method)
+        with pytest.raises(ValueError, match="layer 7 of .* has no experts; the layers are 0"):
+            moe.load_weights()

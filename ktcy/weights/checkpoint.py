@@ -109,6 +109,8 @@ class Checkpoint:
     kind : str
         How the experts are stored: "bf16", "fp16" or "fp32" (the widest that occurs), or the ``kind`` of one of
         `schemes`: "fp8", "fp8_perchannel", "rawint4", "gptq_int4", "awq_int4", "mxfp4", "mxfp8".
+    kinds : dict of int to str
+        The same for each layer, as of `Gguf`.
     files : dict of str to file
         The shards that hold experts, open; empty after `close`.
 
@@ -121,6 +123,8 @@ class Checkpoint:
     OSError
         If the folder or a shard is missing or cannot be read.
     """
+
+    what = "checkpoint"
 
     def __init__(self, path):
         self.path = Path(path)
@@ -150,6 +154,7 @@ class Checkpoint:
         groups = self._groups(_read_headers(self.path), depth)
         self._layers = {layer: self._layer(layer, groups) for layer in self.layers}
         self.kind = self._scheme.kind or self._float_kind()
+        self.kinds = dict.fromkeys(self.layers, self.kind)
         self.has_order = getattr(self._scheme, "act_order", False)
         for root, held in groups.items():
             for name, (shard, _) in held.items():
@@ -289,6 +294,10 @@ class Checkpoint:
         dtypes = {t.dtype for layer in self._layers.values() for _, t in layer.tensors.values()}
         return [kind for dtype, kind in _FLOAT_KINDS.items() if dtype in dtypes][-1]
 
+    def header(self):
+        """The bytes of config.json."""
+        return (self.path / "config.json").read_bytes()
+
     def expert(self, layer, e):
         """Reads one expert.
 
@@ -312,12 +321,7 @@ class Checkpoint:
         OSError
             If the file cannot be read, or was cut since it was opened.
         """
-        if not self.files:
-            raise ValueError(f"the checkpoint {self.path} is closed")
-        if layer not in self._layers:
-            raise ValueError(f"layer {layer} of {self.path} has no experts; the layers are {_runs(self.layers)}")
-        if not 0 <= e < self.shape.num_experts:
-            raise ValueError(f"no expert {e}; the experts are 0 to {self.shape.num_experts - 1}")
+        check_expert(self, layer, e)
         plan = self._layers[layer]
         matrices = self._matrices(plan.form)
         stored, labels = {}, {}
@@ -387,6 +391,16 @@ class Checkpoint:
 
     def __exit__(self, *exception):
         self.close()
+
+
+def check_expert(source, layer, e):
+    """Refuses an expert that an open `Checkpoint` or `Gguf` does not have, or one of a closed one."""
+    if not source.files:
+        raise ValueError(f"the {source.what} {source.path} is closed")
+    if layer not in source.layers:
+        raise ValueError(f"layer {layer} of {source.path} has no experts; the layers are {_runs(source.layers)}")
+    if not 0 <= e < source.shape.num_experts:
+        raise ValueError(f"no expert {e}; the experts are 0 to {source.shape.num_experts - 1}")
 
 
 def _check_folder(path):

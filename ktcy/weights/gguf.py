@@ -20,7 +20,7 @@ import numpy as np
 from ..config import Activation, LayerShape, integer
 from ._header import Tensor, what_file, what_folder
 from .architectures import get
-from .checkpoint import ALIGN, DTYPES, Expert, _fill, _runs
+from .checkpoint import ALIGN, DTYPES, Expert, _fill, check_expert
 from .quantized import Quantized
 
 VERSIONS = (2, 3)
@@ -117,6 +117,8 @@ class Gguf:
     """
 
     has_order = False
+
+    what = "GGUF file"
 
     def __init__(self, path):
         self.path = Path(path)
@@ -268,12 +270,7 @@ class Gguf:
         OSError
             If the file cannot be read, or was cut since it was opened.
         """
-        if not self.files:
-            raise ValueError(f"the GGUF file {self.path} is closed")
-        if layer not in self._tensors:
-            raise ValueError(f"layer {layer} of {self.path} has no experts; the layers are {_runs(self.layers)}")
-        if not 0 <= e < self.shape.num_experts:
-            raise ValueError(f"no expert {e}; the experts are 0 to {self.shape.num_experts - 1}")
+        check_expert(self, layer, e)
         raw = self._read(layer, e)
         half = self.shape.moe_intermediate_size
         found = {}

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from ..config import MADE
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, check_expert
 from .gguf import Gguf
 from .quantized import Quantized
 
-# Which kinds of files (`kind_of`) a method that keeps their numbers is for.
+# Which kinds of experts (`Checkpoint.kinds`) a method that keeps their numbers is for.
 KINDS = {
     "fp8": ("fp8",),
     "fp8_channel": ("fp8_perchannel",),
@@ -36,11 +36,6 @@ def is_source(path):
     return path.is_file() or (path / "config.json").is_file() and not (path / "ktcy.json").is_file()
 
 
-def kind_of(source, layer):
-    """How the files hold the experts of a layer: `Checkpoint.kind`, or that of `Gguf.kinds`."""
-    return source.kinds[layer] if isinstance(source, Gguf) else source.kind
-
-
 def layer_format(source, layer, method, table):
     """The format in which a method holds a layer.
 
@@ -65,7 +60,8 @@ def layer_format(source, layer, method, table):
     """
     if method in MADE:
         return table.format(method)
-    kind = kind_of(source, layer)
+    check_expert(source, layer, 0)
+    kind = source.kinds[layer]
     others = f"use method 'auto', or one of {', '.join(MADE)}"
     if method == "gguf" and not isinstance(source, Gguf):
         raise ValueError(f"{source.path} is no GGUF file, which method {method!r} is for; {others}")
