@@ -2,6 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
+from cpython.contextvars cimport get_value
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -77,7 +78,6 @@ cdef extern from "plan.h" nogil:
     const char *kt_phase_names[]
     size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, const kt_pool *pool, int group,
                            char *base)
-    int64_t kt_job_check(const kt_job *job)
     int64_t kt_job_pass(kt_job *job, int64_t start)
     int64_t kt_job_run(void *ctx)
     int64_t kt_job_keep(void *ctx)
@@ -255,9 +255,9 @@ cdef class MoE:
         job.batch.weights_stride = weights.strides[0]
         job.batch.weights_step = weights.strides[1]
         job.batch.out_stride = out.strides[0]
-        job.batch.x_dtype = <kt_dtype>dtype_code(x.dtype)
-        job.batch.out_dtype = <kt_dtype>dtype_code(out.dtype)
-        job.batch.ids_64 = ids.itemsize == 8
+        job.batch.x_dtype = <kt_dtype>dtype_code(x.descr)
+        job.batch.out_dtype = <kt_dtype>dtype_code(out.descr)
+        job.batch.ids_64 = cnp.PyArray_ITEMSIZE(ids) == 8
         return job
 
     cdef error(self, int64_t status, ids):
@@ -302,13 +302,9 @@ cdef class MoE:
             Between passes of `CHUNK` tokens.
         """
         cdef int64_t start = 0, status
-        trace = active()
+        trace = get_value(active)
         self.pool.check()
         cdef kt_job job = self.job(x, ids, weights, out)
-        with nogil:
-            status = kt_job_check(&job)
-        if status:
-            raise self.error(status, ids)
         while start < job.batch.tokens:
             with nogil:
                 status = kt_job_pass(&job, start)
@@ -337,7 +333,7 @@ cdef class MoE:
         task.moe = self
         task.arrays = (x, ids, weights, out)
         task.job = self.job(x, ids, weights, out)
-        task.trace = active()
+        task.trace = get_value(active)
         task.bind(self.pool, kt_job_keep if keep else kt_job_run, &task.job)
         return task
 

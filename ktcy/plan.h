@@ -629,6 +629,9 @@ static inline int64_t kt_job_check(const kt_job *job)
 /* Tokens [start, start + chunk) of the batch. Returns 0, KT_NO_MEMORY, or 1 + t * top_k + j of the first bad id. */
 static inline int64_t kt_job_pass(kt_job *job, int64_t start)
 {
+    const int64_t bad = start ? 0 : kt_job_check(job);
+    if (bad)
+        return bad;
     kt_batch b = job->batch;
     kt_plan plan;
     bool room = true;
@@ -656,7 +659,7 @@ static inline int64_t kt_job_pass(kt_job *job, int64_t start)
 static int64_t kt_job_run(void *ctx)
 {
     kt_job *job = ctx;
-    int64_t status = kt_job_check(job);
+    int64_t status = 0;
     for (int64_t start = 0; start < job->batch.tokens && !status; start += job->chunk)
         status = kt_job_pass(job, start);
     return status;

@@ -6,7 +6,8 @@ import threading
 from contextvars import ContextVar
 from pathlib import Path
 
-_active = ContextVar("ktcy_trace", default=None)
+#: The trace of a context, or None.
+active = ContextVar("ktcy_trace", default=None)
 
 
 class Trace:
@@ -30,11 +31,11 @@ class Trace:
         self.forwards = []
 
     def __enter__(self):
-        self._token = _active.set(self)
+        self._token = active.set(self)
         return self
 
     def __exit__(self, *exc):
-        _active.reset(self._token)
+        active.reset(self._token)
 
     def add(self, layer, tokens, start, phases, counters):
         thread = threading.get_native_id()
@@ -74,8 +75,3 @@ class Trace:
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
         part.replace(path)
-
-
-def active():
-    """The trace of this context, or None."""
-    return _active.get()

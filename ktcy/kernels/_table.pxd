@@ -1,3 +1,4 @@
+cimport numpy as cnp
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 
@@ -104,4 +105,4 @@ cdef class Format:
     cdef readonly str layout
 
 
-cdef int dtype_code(object dtype) except -1
+cdef int dtype_code(cnp.dtype dtype) except -1

@@ -4,25 +4,37 @@ For property tests and micro-benchmarks of one kernel; the layer (ktcy.moe) call
 """
 
 cimport cython
+cimport numpy as cnp
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport uintptr_t
 
 import numpy as np
 
-# By name: importing ml_dtypes can take more than a second, and only its users need it.
-_CODES = {"float32": KT_F32, "float16": KT_F16, "bfloat16": KT_BF16}
+cnp.import_array()
+
+# Numpy's number of bfloat16, which ml_dtypes gives when it is imported: importing it here can take more than a second.
+cdef int _bfloat16 = -1
 
 # config.Activation.gate -> kt_gate
 GATES = {"swiglu": KT_SWIGLU, "gelu": KT_GELU, "gelu_tanh": KT_GELU_TANH}
 
 
-cdef int dtype_code(object dtype) except -1:
-    dtype = np.dtype(dtype)
-    code = _CODES.get(dtype.name) if dtype.isnative else None
-    if code is None:
-        raise TypeError(f"dtype {dtype} is not supported; use float32, float16 or bfloat16")
-    return code
+cdef int dtype_code(cnp.dtype dtype) except -1:
+    """By number: the name of a dtype is put together by Python code (2 us)."""
+    global _bfloat16
+    cdef int number = dtype.type_num
+    if cnp.PyArray_IsNativeByteOrder(dtype.byteorder):
+        if number == cnp.NPY_FLOAT32:
+            return KT_F32
+        if number == cnp.NPY_FLOAT16:
+            return KT_F16
+        if number == _bfloat16:
+            return KT_BF16
+        if dtype.name == "bfloat16":
+            _bfloat16 = number
+            return KT_BF16
+    raise TypeError(f"dtype {dtype} is not supported; use float32, float16 or bfloat16")
 
 
 cdef uintptr_t address(array):
@@ -162,7 +174,7 @@ cdef class Kernels:
         out = np.empty(values.shape, dtype)
         cdef uintptr_t source = address(values), target = address(out)
         cdef int64_t n = values.size
-        cdef int code = dtype_code(dtype)
+        cdef int code = dtype_code(out.dtype)
         with nogil:
             self.table.begin(&state)
             self.table.store(<float *>source, n, <kt_dtype>code, <void *>target)
