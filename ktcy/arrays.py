@@ -5,8 +5,9 @@ import sys
 import ml_dtypes
 import numpy as np
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: Element types of hidden states, weights and outputs.
-FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 
 def is_torch(value):
@@ -31,12 +32,12 @@ def as_numpy(value, name):
     if isinstance(value, np.ndarray):
         return value
     if is_torch(value):
-        if value.device.type != "cpu":
+        if not value.is_cpu:
             raise TypeError(f"{name} is on {value.device}; ktcy takes CPU tensors: pass {name}.cpu()")
-        tensor = value.detach()
+        tensor = value.detach() if value.requires_grad else value
         torch = sys.modules["torch"]
         if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return tensor.view(torch.int16).numpy().view(BFLOAT16)
         try:
             return tensor.numpy()
         except (TypeError, RuntimeError) as error:
@@ -54,7 +55,7 @@ def like(array, value):
     if not is_torch(value):
         return array
     torch = sys.modules["torch"]
-    if array.dtype == ml_dtypes.bfloat16:
+    if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -62,12 +63,12 @@ def like(array, value):
 def floats(value, name, shape):
     """A view of ``value`` checked for a supported float type and a shape.
 
-    ``shape`` holds sizes, or None where any size will do.
+    ``shape`` holds sizes; the first is None where any will do.
     """
     array = as_numpy(value, name)
     if array.dtype not in FLOATS:
         raise TypeError(f"{name} is {array.dtype}; float32, float16 and bfloat16 are supported")
-    if array.ndim != len(shape) or any(s is not None and s != n for s, n in zip(shape, array.shape)):
+    if array.shape != (array.shape[:1] + shape[1:] if shape[0] is None else shape):
         wanted = ", ".join("n" if s is None else str(s) for s in shape)
         raise ValueError(f"{name} has shape {list(array.shape)}, expected [{wanted}]")
     return array

@@ -33,7 +33,7 @@ class Buffers:
         self._last = None
 
     def take(self, tokens, hidden, top_k, dtype):
-        key = (tokens, hidden, top_k, np.dtype(dtype).name)
+        key = (tokens, hidden, top_k, dtype)
         with self._lock:
             if self._last not in (None, key) and self._last[0] not in self._capture:
                 self._free.pop(self._last, None)
@@ -49,7 +49,7 @@ class Buffers:
         )
 
     def give(self, slot):
-        key = (*slot.x.shape, slot.ids.shape[1], slot.x.dtype.name)
+        key = (*slot.x.shape, slot.ids.shape[1], slot.x.dtype)
         with self._lock:
             if key in self._free:
                 self._free[key].append(slot)

@@ -362,11 +362,10 @@ class KTMoEWrapper:
         target = floats(out, "out", x.shape)
         if not target.flags.writeable:
             raise ValueError("out is read-only")
-        if any(stride == 0 and n > 1 for stride, n in zip(target.strides, target.shape)):
+        if 0 in target.strides and any(stride == 0 and n > 1 for stride, n in zip(target.strides, target.shape)):
             raise ValueError("out is a broadcast: several of its elements share memory")
-        direct = _rows_contiguous(target) and not any(
-            np.may_share_memory(target, array) for array in (x, ids, weights)
-        )
+        meets = np.may_share_memory
+        direct = _rows_contiguous(target) and not (meets(target, x) or meets(target, ids) or meets(target, weights))
         result = target if direct else np.empty(x.shape, target.dtype)
         moe.forward(x, ids, weights, result)
         if not direct:
@@ -450,14 +449,14 @@ class KTMoEWrapper:
 
     def _inputs(self, hidden_states, topk_ids, topk_weights):
         """The three arrays as MoE takes them: checked, hidden states with contiguous rows, weights float32."""
-        x = floats(hidden_states, "hidden_states", (None, self.hidden_size))
+        x = floats(hidden_states, "hidden_states", (None, self.shape.hidden_size))
         ids = as_numpy(topk_ids, "topk_ids")
         if ids.dtype not in (np.int64, np.int32):
             raise TypeError(f"topk_ids is {ids.dtype}; int32 and int64 are supported")
         weights = as_numpy(topk_weights, "topk_weights")
         if weights.dtype.kind not in "fV":
             raise TypeError(f"topk_weights is {weights.dtype}; a float type is needed")
-        expected = (x.shape[0], self.num_experts_per_tok)
+        expected = (x.shape[0], self.shape.num_experts_per_tok)
         for name, array in (("topk_ids", ids), ("topk_weights", weights)):
             if array.shape != expected:
                 raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
