@@ -134,7 +134,7 @@ def verify_folder(folder, threads=None, progress=None):
         If the folder has no manifest: what it holds instead.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise FileNotFoundError(
             f"{folder} has no {MANIFEST}: expected a folder made by `python -m ktcy convert MODEL {folder}`, "
@@ -202,7 +202,7 @@ class _Job:
     def _begin(self):
         """The manifest to go on with. Removes what a killed run left."""
         identity = {"ktcy": FILE_VERSION, "format": self.method, "source": _identity(self.source)}
-        manifest = _read_manifest(self.out)
+        manifest = read_manifest(self.out)
         for path in self.out.iterdir():
             if TEMPORARY.fullmatch(path.name):
                 path.unlink()
@@ -325,14 +325,15 @@ def _sample_error(fmt, expert, packed, e):
     return error, total
 
 
-def _summary(errors):
-    def relative(error, total):
-        # Four digits: the last ones of a sum differ between versions of numpy.
-        return float(f"{math.sqrt(error / total):.4g}") if total else 0.0
+def relative_rms(error, total):
+    """Of a squared error and squared weights. Four digits: the last ones of a sum differ between versions of numpy."""
+    return float(f"{math.sqrt(error / total):.4g}") if total else 0.0
 
-    each = [relative(*error) for error in errors]
+
+def _summary(errors):
+    each = [relative_rms(*error) for error in errors]
     worst = max(each)
-    return {"rms": relative(*map(math.fsum, zip(*errors))), "worst": worst, "expert": each.index(worst)}
+    return {"rms": relative_rms(*map(math.fsum, zip(*errors))), "worst": worst, "expert": each.index(worst)}
 
 
 def _threads(threads):
@@ -393,7 +394,8 @@ def _check_out(out):
             raise ValueError(f"{out} is not empty, it holds {what_folder(out)}; give a new or an empty folder")
 
 
-def _read_manifest(folder):
+def read_manifest(folder):
+    """The manifest of a converted folder, or None where there is none; ValueError for a damaged one."""
     path = folder / MANIFEST
     if not path.is_file():
         return None

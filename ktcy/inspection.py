@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from . import kernels
-from .conversion import _read_manifest
+from .conversion import read_manifest, relative_rms
 from .weights._header import read_header, what_folder
 from .weights.gguf import Gguf
-from .weights.packed import _absent, _described, layer_path
+from .weights.packed import absent, described, layer_path
 from .weights.quantized import Quantized
 from .weights.source import layer_format, open_source
 
@@ -85,22 +85,13 @@ def inspect(path):
 def _read(reader, holds):
     """The report on what a `Checkpoint` or `Gguf` reads."""
     with reader:
-        of_gguf = isinstance(reader, Gguf)
         kinds = reader.kinds
-        layers = {}
-        for n in reader.layers:
-            held = reader.tensors[n] if of_gguf else _named(reader, n)
-            layers[n] = _layer(kinds[n], held)
+        layers = {n: _layer(kinds[n], tensors) for n, tensors in reader.tensors.items()}
         report = _report(reader.path, holds, reader.architecture, reader, layers)
         for kind in dict.fromkeys(kinds.values()):
             chosen = [n for n in layers if kinds[n] == kind]
             report["runs"].append({"kind": kind, "layers": chosen, **_how(report, reader, kind, chosen[0])})
     return report
-
-
-def _named(checkpoint, n):
-    layer = checkpoint._layers[n]
-    return {layer.root + name: tensor for name, (_, tensor) in layer.tensors.items()}
 
 
 def _layer(kind, tensors):
@@ -175,21 +166,21 @@ def _error(fmt, expert):
         values = values.astype(np.float64)
         error += np.square(fmt.unpack(weight, scale, n, k) - values).sum()
         total += np.square(values).sum()
-    return float(f"{math.sqrt(error / total):.4g}") if total else 0.0
+    return relative_rms(error, total)
 
 
 def _converted(folder):
-    manifest = _read_manifest(folder) or {"layers": {}}
+    manifest = read_manifest(folder) or {"layers": {}}
     numbers = {int(n) for n in manifest["layers"]}
     numbers |= {int(path.name[6:11]) for path in folder.glob("layer-[0-9][0-9][0-9][0-9][0-9].safetensors")}
     layers, first = {}, None
     for n in sorted(numbers):
         path = layer_path(folder, n)
         if not path.is_file():
-            raise FileNotFoundError(_absent(path, n))
+            raise FileNotFoundError(absent(path, n))
         header = read_header(path)
-        fmt, *described = _described(path, header, n)
-        first = first or SimpleNamespace(**dict(zip(("shape", "activation", "has_bias"), described)))
+        fmt, *stated = described(path, header, n)
+        first = first or SimpleNamespace(**dict(zip(("shape", "activation", "has_bias"), stated)))
         layers[n] = _layer(fmt.name, header.tensors)
     if not layers:
         raise ValueError(f"{folder} holds no layer yet; run the conversion that began it again")

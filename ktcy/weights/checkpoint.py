@@ -294,6 +294,14 @@ class Checkpoint:
         dtypes = {t.dtype for layer in self._layers.values() for _, t in layer.tensors.values()}
         return [kind for dtype, kind in _FLOAT_KINDS.items() if dtype in dtypes][-1]
 
+    @property
+    def tensors(self):
+        """For each layer its tensors: ``{name: Tensor}``, as of `Gguf`."""
+        return {
+            n: {layer.root + name: tensor for name, (_, tensor) in layer.tensors.items()}
+            for n, layer in self._layers.items()
+        }
+
     def header(self):
         """The bytes of config.json."""
         return (self.path / "config.json").read_bytes()

@@ -393,9 +393,9 @@ class PackedLayer:
         """
         path = layer_path(folder, layer)
         if not path.is_file():
-            raise FileNotFoundError(_absent(path, layer))
+            raise FileNotFoundError(absent(path, layer))
         header = read_header(path)
-        fmt, shape, activation, has_bias, has_order = _described(path, header, layer)
+        fmt, shape, activation, has_bias, has_order = described(path, header, layer)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
@@ -491,7 +491,8 @@ def _check_stack(name, stack, expected):
         raise ValueError(f"{name} has shape {tuple(found)}; this layer needs {expected}")
 
 
-def _absent(path, layer):
+def absent(path, layer):
+    """What to say when a folder has no such layer: what it holds, and what to do."""
     folder = path.parent
     others = sorted(int(p.name[6:11]) for p in folder.glob("layer-[0-9][0-9][0-9][0-9][0-9].safetensors"))
     if others:
@@ -507,7 +508,7 @@ def _absent(path, layer):
     )
 
 
-def _described(path, header, layer):
+def described(path, header, layer):
     """Format, shape, activation, has_bias and has_order that a layer's file states, once they are known to be sound."""
     meta = header.metadata
     again = "convert the model again with: python -m ktcy convert MODEL OUT"
