@@ -79,37 +79,58 @@ def check(moe, layer, expert_map, x, ids, weights):
     return error
 
 
+class Model:
+    """Layers to rotate over, more than four times the last-level cache; as many stored experts as that takes."""
+
+    def __init__(self, shape, fmt):
+        h, i = shape.hidden_size, shape.moe_intermediate_size
+        per_expert = 2 * -(-i // 16) * (fmt.weight_bytes(h) + fmt.scale_bytes(h))
+        self.expert_bytes = per_expert + -(-h // 16) * (fmt.weight_bytes(i) + fmt.scale_bytes(i))
+        wanted = max(2**30, 4 * limits.cache_bytes()) // self.expert_bytes + 1
+        experts = min(shape.num_experts, max(2 * shape.num_experts_per_tok, wanted))
+        self.shape = shape
+        self.memory, self.layers = stored(fmt, shape, experts, -(-wanted // experts))
+        self.expert_map = [e % experts for e in range(shape.num_experts)]
+
+    def moes(self, fmt, pool):
+        return [MoE(fmt, layer, pool, self.expert_map) for layer in self.layers]
+
+    def batch(self, tokens):
+        """Hidden states and so many routes that few experts come again before the cache has forgotten them."""
+        rng = np.random.default_rng(tokens)
+        x = rng.standard_normal((tokens, self.shape.hidden_size), np.float32).astype(ml_dtypes.bfloat16)
+        count = 61 if tokens <= 64 else 3
+        shape = self.shape
+        return x, [routing(rng, tokens, shape.num_experts, shape.num_experts_per_tok) for _ in range(count)]
+
+    def touched(self, routes):
+        """Bytes of weights that a forward reads."""
+        return np.mean([np.unique(ids).size for ids, _ in routes]) * self.expert_bytes
+
+    def ops(self, tokens):
+        shape = self.shape
+        return 6 * shape.hidden_size * shape.moe_intermediate_size * shape.num_experts_per_tok * tokens
+
+
 # Every format in one shape, and int8 in all.
 CASES = [(name, "int8") for name in SHAPES] + [("qwen3-30b-a3b", name) for name in ("int4", "bf16", *oracle.CODED)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request, table, pool):
-    """Layers to rotate over, more than four times the last-level cache; as many stored experts as that takes."""
     name, fmt = request.param
-    shape, fmt = SHAPES[name], table.format(fmt)
-    h, i = shape.hidden_size, shape.moe_intermediate_size
-    per_expert = 2 * -(-i // 16) * (fmt.weight_bytes(h) + fmt.scale_bytes(h))
-    per_expert += -(-h // 16) * (fmt.weight_bytes(i) + fmt.scale_bytes(i))
-    wanted = max(2**30, 4 * limits.cache_bytes()) // per_expert + 1
-    experts = min(shape.num_experts, max(2 * shape.num_experts_per_tok, wanted))
-    memory, layers = stored(fmt, shape, experts, -(-wanted // experts))
-    expert_map = [e % experts for e in range(shape.num_experts)]
-    moes = [MoE(fmt, layer, pool, expert_map) for layer in layers]
-    return shape, per_expert, expert_map, memory, layers, moes
+    fmt = table.format(fmt)
+    model = Model(SHAPES[name], fmt)
+    return model, model.moes(fmt, pool)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_layer(benchmark, case, tokens, table, pool):
-    shape, per_expert, expert_map, memory, layers, moes = case
-    rng = np.random.default_rng(tokens)
-    x = rng.standard_normal((tokens, shape.hidden_size), np.float32).astype(ml_dtypes.bfloat16)
+    model, moes = case
+    x, routes = model.batch(tokens)
     out = np.empty_like(x)
-    routes = [
-        routing(rng, tokens, shape.num_experts, shape.num_experts_per_tok) for _ in range(61 if tokens <= 64 else 3)
-    ]
     time.sleep(0.5)  # numpy's BLAS threads spin for a while after the last test's check
-    rate_bytes = limits.read_bandwidth(table, pool, memory, per_expert)
+    rate_bytes = limits.read_bandwidth(table, pool, model.memory, model.expert_bytes)
     core = moes[0].format.core
     rate_ops = limits.peak(table, pool, core)
     turn = 0
@@ -119,12 +140,12 @@ def test_layer(benchmark, case, tokens, table, pool):
         turn += 1
         moes[turn % len(moes)].forward(x, *routes[turn % len(routes)], out)
 
-    ops = 2 * 3 * shape.hidden_size * shape.moe_intermediate_size * shape.num_experts_per_tok * tokens
+    ops = model.ops(tokens)
     budget = ops / rate_ops
     benchmark.pedantic(forward, rounds=max(3, min(300, int(3 / (budget + 2e-3)))), warmup_rounds=3)
     seconds = benchmark.stats.stats.median
-    error = check(moes[0], layers[0], expert_map, x, *routes[0])
-    touched = np.mean([np.unique(ids).size for ids, _ in routes]) * per_expert
+    error = check(moes[0], model.layers[0], model.expert_map, x, *routes[0])
+    touched = model.touched(routes)
     benchmark.extra_info.update(
         variant=table.name,
         threads=pool.threads,
