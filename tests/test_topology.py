@@ -60,6 +60,14 @@ def test_siblings_numbered_after_the_cores(tmp_path):
     assert machine.cores == 4
 
 
+def test_siblings_that_a_virtual_machine_hides(tmp_path):
+    """C46: neighbours may share a core, so few threads go to every second CPU, on each node."""
+    machine = read(tree(tmp_path, cores(*[(cpu,) for cpu in range(8)]) | nodes(n0="0-3", n1="4-7")), range(8))
+    assert machine.cpus == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert machine.on([1]).cpus == (4, 6, 5, 7)
+    assert machine.cores == default_threads(machine) == 8
+
+
 def test_two_sockets(tmp_path):
     files = cores((0, 4), (1, 5)) | cores((2, 6), (3, 7), package=1) | nodes(n0="0-1,4-5", n1="2-3,6-7")
     machine = read(tree(tmp_path, files), range(8))

@@ -25,7 +25,8 @@ class Topology:
     ----------
     cpus : tuple of int
         Usable CPUs in the order to fill them: one of each physical core, performance cores before efficiency
-        cores, then the SMT siblings in the same order.
+        cores, then the SMT siblings in the same order. Where no CPU has a sibling, even numbers come first: virtual
+        machines often hide that 2n and 2n + 1 share a core.
     core_of : dict of int to int
         Physical core of each of them, by the core's first CPU, which need not be usable.
     slow : frozenset of int
@@ -88,11 +89,12 @@ def read(root="/", affinity=None):
     if not mask:
         raise ValueError(f"no CPU of the affinity mask {allowed} is online")
 
-    core, package = {}, {}
+    core, package, hidden = {}, {}, True
     for cpu in mask:
         where = cpu_dir / f"cpu{cpu}/topology"
         siblings = _cpu_list(where / "core_cpus_list") or _cpu_list(where / "thread_siblings_list")
         core[cpu] = min(siblings, default=cpu)
+        hidden = hidden and len(siblings) < 2
         package[cpu] = int(_text(where / "physical_package_id") or 0)
     slow = _cpu_list(root / "sys/devices/cpu_atom/cpus")
     siblings_before, count = {}, {}
@@ -110,7 +112,7 @@ def read(root="/", affinity=None):
     if not any(nodes.values()):
         nodes = {0: tuple(mask)}
     return Topology(
-        cpus=tuple(sorted(mask, key=lambda cpu: (siblings_before[cpu], cpu in slow, cpu))),
+        cpus=tuple(sorted(mask, key=lambda cpu: (siblings_before[cpu], cpu in slow, hidden and cpu % 2, cpu))),
         core_of=core,
         slow=frozenset(slow.intersection(mask)),
         nodes=nodes,
