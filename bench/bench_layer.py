@@ -1,7 +1,7 @@
 """One layer at decode and prefill sizes, in the shapes of real models and every format, beside this machine's roofline.
 
-Stored experts exceed four times the last-level cache; all of them hold the same Gaussian weights, each at its own place.
-Ids of a model with more experts share them, so each is still read from memory.
+Stored experts exceed four times the last-level cache; all hold the same Gaussian weights, each at its own place. Ids of
+a model with more experts share them, so each is still read from memory.
 """
 
 import mmap
