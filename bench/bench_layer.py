@@ -97,10 +97,9 @@ class Model:
 
     def batch(self, tokens):
         """Hidden states and so many routes that few experts come again before the cache has forgotten them."""
-        rng = np.random.default_rng(tokens)
-        x = rng.standard_normal((tokens, self.shape.hidden_size), np.float32).astype(ml_dtypes.bfloat16)
+        rng, shape = np.random.default_rng(tokens), self.shape
+        x = rng.standard_normal((tokens, shape.hidden_size), np.float32).astype(ml_dtypes.bfloat16)
         count = 61 if tokens <= 64 else 3
-        shape = self.shape
         return x, [routing(rng, tokens, shape.num_experts, shape.num_experts_per_tok) for _ in range(count)]
 
     def touched(self, routes):

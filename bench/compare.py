@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench_layer import SHAPES, Model, oracle
+from bench_layer import SHAPES, Model
 
 from ktcy import kernels
 from ktcy.runtime import topology
@@ -63,4 +63,4 @@ def main(other, names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or ["int8", "int4", "bf16", *oracle.CODED])
+    main(sys.argv[1], sys.argv[2:] or kernels.default().formats)

@@ -9,7 +9,7 @@ import sys
 import time
 
 import numpy as np
-from bench_layer import SHAPES, Model, check, oracle
+from bench_layer import SHAPES, Model, check
 
 from ktcy import kernels, limits
 from ktcy.runtime import topology
@@ -59,4 +59,4 @@ def main(names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["int8", "int4", "bf16", *oracle.CODED])
+    main(sys.argv[1:] or kernels.default().formats)

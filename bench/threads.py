@@ -8,24 +8,21 @@ import sys
 import time
 import warnings
 
-import ml_dtypes
 import numpy as np
-from bench_layer import SHAPES, stored
+from bench_layer import SHAPES, Model
 
 from ktcy import CPUInfer, kernels
-from ktcy.demo import routing
-from ktcy.moe import MoE
 from ktcy.runtime import topology
 
 
-def medians(threads, fmt, layers, routes, x, seconds=1.0):
+def medians(threads, fmt, model, seconds=1.0):
     """Median and 90th percentile of forwards on the caller's thread, and the median through the queue."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         infer = CPUInfer(threads)
     with infer:
-        shape = layers[0].shape
-        moes = [MoE(fmt, layer, infer.pool, range(shape.num_experts)) for layer in layers]
+        moes = model.moes(fmt, infer.pool)
+        x, routes = model.batch(1)
         out = np.empty_like(x)
         tasks = [moes[i % len(moes)].task(x, *route, out) for i, route in enumerate(routes)]
 
@@ -50,19 +47,15 @@ def medians(threads, fmt, layers, routes, x, seconds=1.0):
 
 
 def main(loads):
-    shape = SHAPES["qwen3-30b-a3b"]
     fmt = kernels.default().format("int8")
-    _, layers = stored(fmt, shape, shape.num_experts, 3)
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((1, shape.hidden_size), np.float32).astype(ml_dtypes.bfloat16)
-    routes = [routing(rng, 1, shape.num_experts, shape.num_experts_per_tok) for _ in range(61)]
+    model = Model(SHAPES["qwen3-30b-a3b"], fmt)
     cores = len(topology.read().cpus)
     counts = sorted({1, 2, 4, 8, cores - 4, cores - 3, cores - 2, cores - 1, cores, cores + 1, 2 * cores, 4 * cores})
     for load in loads:
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
         try:
             for threads in (n for n in counts if n > 0):
-                used, *us = medians(threads, fmt, layers, routes, x)
+                used, *us = medians(threads, fmt, model)
                 figures = " ".join(f"{name} {value:8.0f}" for name, value in zip(("forward", "p90", "queue", "p90"), us))
                 print(f"{load} busy, {threads:3} threads ({used} used): {figures} us", flush=True)
         finally:
