@@ -24,7 +24,8 @@ class Trace:
     ----------
     forwards : list of dict
         One for each pass of up to ``ktcy.moe.CHUNK`` tokens: layer, tokens, thread, start (seconds of the monotonic
-        clock), phases (name -> seconds, in order) and counters (of the pool at its end: `Pool.counters`).
+        clock), phases (name -> seconds, in order) and counters (of the pool at its end: `Pool.counters`). Where
+        "requantize" is 0, "gate_up" has it too: many tokens, and few on one group of threads.
     """
 
     def __init__(self):

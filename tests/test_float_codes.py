@@ -162,6 +162,30 @@ def test_dead_experts_give_tiny_or_zero(fmt, tiles, seed):
     assert y[:, :n].any()
 
 
+@both_mx
+@pytest.mark.parametrize("k", [40, 96, 330])
+@pytest.mark.parametrize(
+    "most, one", [(127, 127), (64, 191), (191, 64), (127, 63), (127, 192), (63, 63), (20, 240), (192, 1)]
+)
+def test_few_rows_round_as_many_where_scales_come_after_the_sums(kernels, name, k, most, one):
+    """Few rows of moderate values and scales are scaled a group at a time, many rows a weight at a time; one scale or
+    value beyond that and sums would overflow, or lose what is subnormal, in one of the two only."""
+    fmt, n, rng = kernels.format(name), 40, np.random.default_rng(k)
+    q = quantized(fmt, rng.choice(finite_codes(fmt), (n, k)), most)
+    q.scale[rng.integers(n), -1] = one
+    packed = pack(fmt, q)
+    exponents = np.repeat([-125, -100, -64, -48, -47, 0, 46, 47, 60, 100], 2)
+    x = np.ldexp(1 + rng.random((len(exponents), k)), exponents[:, None]) * rng.choice([-1, 1], (len(exponents), k))
+    x[1::2] = np.where(rng.random((len(x) // 2, k)) < 0.1, x[1::2], rng.choice([0, 1, -1], (len(x) // 2, k)))
+    x = x.astype(F32)
+    many = np.zeros((len(x), n + 8), F32)
+    fmt.down(x, *packed, None, np.arange(len(x)), np.ones(len(x)), many)
+    for i in range(len(x)):
+        few = np.zeros((1, n + 8), F32)
+        fmt.down(x[i : i + 1], *packed, None, np.zeros(1, np.int32), np.ones(1), few)
+        assert (few.view(np.uint32) == many[i : i + 1].view(np.uint32)).all(), exponents[i]
+
+
 @paths
 def test_zero_scales_give_zero_and_the_bias(kernels, tiles):
     """C22 C23: no reciprocal of a scale is ever taken."""

@@ -93,13 +93,9 @@ def bf16_tiles(rows):
     return model
 
 
-def e2m1(j):
-    def model(a):
-        codes = a >> (4 * j) & 15
-        big = np.where(codes & 7, np.ldexp(CODES["e2m1"][codes], 125), 0)
-        return big.astype(ml_dtypes.bfloat16)
-
-    return model
+def nibbles(j, values):
+    """Those of the lower halves of 32 bits, then those of the upper."""
+    return lambda a: values[a.reshape(16, 2).T >> (4 * j) & 15].astype(F32)
 
 
 # Operation: types of the inputs, type of the output, model.
@@ -136,8 +132,8 @@ MODELS = {
     "vi32_hmax": (I32, I32, lambda a: a.max(keepdims=True)),
     "vi32_hsum": (I32, I32, lambda a: a.sum(keepdims=True, dtype=I32)),
     "vi32_load_u8": (np.uint8, I32, lambda a: a.astype(I32)),
-    "vi32_subs_u16": (np.uint16, np.uint16, lambda a, b: a - np.minimum(a, b)),
-    **{f"vi32_e2m1_{j}": (np.uint16, ml_dtypes.bfloat16, e2m1(j)) for j in range(4)},
+    **{f"vf32_load_u4_{j}": (np.uint16, F32, nibbles(j, np.arange(-8, 8))) for j in range(4)},
+    **{f"vf32_load_e2m1_{j}": (np.uint16, F32, nibbles(j, CODES["e2m1"] / 2 + 0.0)) for j in range(4)},
     "vf32_load_e4m3": (np.uint8, F32, lambda a: CODES["e4m3"][a].reshape(16, 2).T / F32(256)),
     "vi32_dot_s8": (I32, I32, dot),
     "vshort_dot": (I32, I32, short_dot),

@@ -37,6 +37,7 @@ cdef extern from "table.h" nogil:
         const void *scale
         const float *bias
         const void *next
+        const void *next_scale
         void *work
 
     ctypedef struct kt_source:

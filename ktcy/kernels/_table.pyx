@@ -458,7 +458,7 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
     g.m, g.k, g.ldx, g.skip = count, k, width, 0
     g.x, g.meta = <void *>address(rows), <kt_meta *>address(meta)
     g.weight, g.scale = <void *>address(weight), <void *>address(scale)
-    g.index, g.tiles, g.bias, g.next = NULL, NULL, NULL, NULL
+    g.index, g.tiles, g.bias, g.next, g.next_scale = NULL, NULL, NULL, NULL, NULL
     work = np.empty(fmt.fmt.work_bytes(k), np.uint8)
     kept.append(work)
     g.work = <void *>address(work)

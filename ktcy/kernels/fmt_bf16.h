@@ -51,22 +51,19 @@ KT_INLINE void bf16_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, v
     const int64_t bytes = bf16_block_bytes(now->g->k);
     const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 32 + 64 * j;
     const vi32 line = vi32_load((const int32_t *)w);
-    KT_PREFETCH(w + KT_AHEAD);
     *even = bf16_even(line);
     *odd = bf16_odd(line);
 }
 
 static void bf16_product(const kt_strip *now, kt_between between, kt_strip *last) {
+    const bf16_stream stream = bf16_stored(now, 32 * 2 * KT_BLOCK, 0, 0);
 #ifdef KT_HAVE_TILES
     if (now->g->tiles) {
-        const int64_t bytes = bf16_block_bytes(now->g->k);
-        const char *w = (const char *)now->g->weight + now->block * bytes;
-        const char *next = now->block + 2 < now->end ? w + 2 * bytes : now->g->next;
-        bf16_tiles(now, w, next, 2 * bytes, between, last, 0, NULL);
+        bf16_tiles(now, stream.w, stream.next, 2 * bf16_block_bytes(now->g->k), between, last, 0, NULL);
         return;
     }
 #endif
-    bf16_vectors(now, bf16_line, 0, NULL);
+    bf16_vectors(now, stream, bf16_line, 0, NULL);
 }
 
 KT_PRODUCTS(bf16, NULL, bf16_product, bf16_value)

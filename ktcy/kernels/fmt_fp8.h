@@ -39,8 +39,6 @@ static int64_t e4m3_pack(const kt_source *src, int64_t n, int64_t k, uint8_t *we
 KT_INLINE void e4m3_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
     const int64_t bytes = KT_BLOCK * now->g->k;
     const uint8_t *w = (const uint8_t *)now->g->weight + (now->block + n) * bytes + (i / 2 + j) * 32;
-    if (j % 2 == 0)
-        KT_PREFETCH(w + KT_AHEAD);
     vf32_load_e4m3(w, even, odd);
 }
 
@@ -80,7 +78,7 @@ KT_INLINE vf32 fp8_scale(const kt_strip *now, int64_t n, int64_t i) {
     return vf32_mul(vf32_set1(((const float *)scale)[i / KT_FP8_GROUP]), vf32_set1(256.0f));
 }
 
-KT_BF16_PRODUCTS(fp8, KT_FP8_GROUP, fp8_scale, bf16_value)
+KT_BF16_PRODUCTS(fp8, bf16_vectors, KT_FP8_GROUP, fp8_scale, bf16_value)
 
 #define fp8_channel_weight_bytes e4m3_weight_bytes
 #define fp8_channel_decode e4m3_line
@@ -109,6 +107,6 @@ KT_INLINE vf32 fp8_channel_value(const kt_strip *s, int64_t i, int64_t n) {
     return vf32_fma(vf32_load(s->c.f32[i] + KT_BLOCK * n), scale, kt_bias(s->g, block));
 }
 
-KT_BF16_PRODUCTS(fp8_channel, 0, NULL, fp8_channel_value)
+KT_BF16_PRODUCTS(fp8_channel, bf16_vectors, 0, NULL, fp8_channel_value)
 
 #endif

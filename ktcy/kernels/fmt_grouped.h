@@ -95,13 +95,15 @@ KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i
     const int64_t lines = 16 / f.bits; /* of 16 values of K that a word holds */
     const char *w = (const char *)now->g->weight + (now->block + n) * grouped_weight_bytes(f, now->g->k) +
                     i * 2 * f.bits + j / lines * 64;
+    if (f.bits == 4 && !f.zeros) {
+        vf32_load_u4(w, j % lines, even, odd);
+        return;
+    }
     const vi32 words = vi32_load((const int32_t *)w);
     vf32 zero = vf32_set1((float)grouped_zero(f));
     if (f.zeros)
         zero = vf32_from_vi32(vi32_load_u4((const uint8_t *)grouped_scales(f, now, n) +
                                            32 * grouped_groups(f, now->g->k) + i / f.group * 8));
-    if (j % lines == 0)
-        KT_PREFETCH(w + KT_AHEAD);
     *even = grouped_field(f, words, j % lines, zero);
     *odd = grouped_field(f, vi32_shr(words, 16), j % lines, zero);
 }
@@ -123,7 +125,7 @@ KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i
     KT_INLINE vf32 name##_scale(const kt_strip *now, int64_t n, int64_t i) { \
         return grouped_scale(name##_codes, now, n, i); \
     } \
-    KT_BF16_PRODUCTS(name, group, name##_scale, bf16_value)
+    KT_BF16_PRODUCTS(name, bf16_vectors, group, name##_scale, bf16_value)
 
 KT_GROUPED(rawint4, 4, 32, 0, KT_BF16)
 KT_GROUPED(q4_0, 4, 32, 0, KT_F16)

@@ -180,7 +180,7 @@ static void int4_tile(const void *row, int64_t k, int64_t r, void *tiles) { s8_t
  * A word of a group's short sum is made of 16 terms: it begins as x * -8 of all, and step by step a term becomes
  * x * (u - 8). Each is at most 8 * 127, so the word never exceeds 16256, and the two words together 32512. */
 KT_INLINE void int4_micro(int rows, const int8_t *const *x, const char *w, const char *next, const int8_t *factors,
-                          int64_t k, int32_t (*c)[32]) {
+                          const int8_t *next_factors, int64_t k, int32_t (*c)[32]) {
     const vi32 low = vi32_set1(INT4_LOW);
     const int64_t end = k * KT_BLOCK / 2;
     vi32 acc[KT_SHORT_ROWS];
@@ -191,6 +191,7 @@ KT_INLINE void int4_micro(int rows, const int8_t *const *x, const char *w, const
         const int64_t at = i * KT_BLOCK / 2, ahead = at + KT_AHEAD;
         const char *fetch = ahead < end ? w + ahead : next + (ahead - end);
         vi32 sum[KT_SHORT_ROWS];
+        KT_PREFETCH(next_factors + i / INT4_GROUP * KT_BLOCK);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             int32_t words;
@@ -267,6 +268,9 @@ static void int4_product(const kt_strip *now, kt_between between, kt_strip *last
     }
     for (int64_t b = 0; b < now->blocks; b++, w += bytes) {
         const char *after = b + 1 < now->blocks ? w + bytes : next ? next : w;
+        const int8_t *after_factors = int4_factors(g, now->block + b + 1);
+        if (now->block + b + 1 == now->end && g->next_scale)
+            after_factors = (const int8_t *)g->next_scale + KT_BLOCK * sizeof(float);
         for (int64_t i = 0, count; i < now->rows; i += count) {
             const int64_t left = now->rows - i;
             const int8_t *x[KT_SHORT_ROWS], *factors = int4_factors(g, now->block + b);
@@ -275,11 +279,11 @@ static void int4_product(const kt_strip *now, kt_between between, kt_strip *last
             for (int64_t j = 0; j < count; j++)
                 x[j] = (const int8_t *)g->x + kt_row(g, now->first + i + j) * g->ldx;
             if (count == 1)
-                int4_micro(1, x, w, after, factors, g->k, c);
+                int4_micro(1, x, w, after, factors, after_factors, g->k, c);
             else if (count == 2)
-                int4_micro(2, x, w, after, factors, g->k, c);
+                int4_micro(2, x, w, after, factors, after_factors, g->k, c);
             else
-                int4_micro(KT_SHORT_ROWS, x, w, after, factors, g->k, c);
+                int4_micro(KT_SHORT_ROWS, x, w, after, factors, after_factors, g->k, c);
         }
     }
 }

@@ -37,6 +37,53 @@ KT_INLINE int64_t mx_pack(const kt_source *src, int64_t n, int64_t k, uint8_t *w
     return 0;
 }
 
+/* 2^(e - 127 + more) for 16 rows. */
+KT_INLINE vf32 mx_scales(const kt_strip *now, int64_t n, int64_t i, int32_t more) {
+    const char *scales = (const char *)now->g->scale + (now->block + n) * mx_scale_bytes(now->g->k);
+    return vi32_float(vi32_shl(vi32_add(vi32_load_u8(mx_at(scales, 0, i)), vi32_set1(more)), 23));
+}
+
+/* Whether the scales of a strip may come after the sums of their groups (-10 to -20 % at one token): for powers of two
+ * that is the same, bit for bit, if no sum leaves the normal numbers either way. Exponents of scales are -63 to 64 here
+ * and rows moderate: sums of 16 products are multiples of 2^(-47 - 7) 2^-9 2^-63 and below 2^47 2^9 2^64 2^4. */
+KT_INLINE int mx_late(const kt_strip *now) {
+    const kt_gemm *g = now->g;
+    const int64_t bytes = mx_scale_bytes(g->k), end = (now->block + now->blocks) * bytes;
+    const uint8_t *scales = g->scale;
+    for (int64_t i = 0; i < now->rows; i++)
+        if (!g->meta[kt_row(g, now->first + i)].sum)
+            return 0;
+    /* The two upper bits of such a byte differ. */
+    vi32 differ = vi32_set1(-1);
+    int64_t i = now->block * bytes;
+    for (; i + 64 <= end; i += 64) {
+        const vi32 v = vi32_load((const int32_t *)(scales + i));
+        differ = vi32_and(differ, vi32_xor(v, vi32_shl(v, 1)));
+    }
+    int far = vi32_hmax(vi32_and(vi32_shr(vi32_xor(differ, vi32_set1(-1)), 7), vi32_set1(0x01010101)));
+    for (; i < end; i++)
+        far |= ((scales[i] ^ scales[i] << 1) & 0x80) == 0;
+    return !far;
+}
+
+/* codes gives a line's values but for a power of two, which the scale, 2^(e - 127 + more), makes up for. */
+#define KT_MX_PRODUCTS(f, codes, more) \
+    KT_INLINE vf32 f##_scale(const kt_strip *now, int64_t n, int64_t i) { return mx_scales(now, n, i, more); } \
+    KT_INLINE void f##_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) { \
+        const vf32 scale = f##_scale(now, n, i); \
+        codes(now, n, i, j, even, odd); \
+        *even = vf32_mul(*even, scale); \
+        *odd = vf32_mul(*odd, scale); \
+    } \
+    KT_INLINE void f##_vectors(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, \
+                               bf16_scale scale) { \
+        if (mx_late(now)) \
+            bf16_vectors(now, stream, codes, KT_MX_GROUP, f##_scale); \
+        else \
+            bf16_vectors(now, stream, decode, group, scale); \
+    } \
+    KT_BF16_PRODUCTS(f, f##_vectors, 0, NULL, bf16_value)
+
 /* 448 * 2^(246 - 127) is the largest finite value, as is 6 * 2^(252 - 127). */
 #define KT_MXFP8_LARGEST 246
 #define KT_MXFP4_LARGEST 252
@@ -59,16 +106,8 @@ static void mxfp8_unpack(const void *weight, const void *scale, int64_t k, float
                                       mx_scale_of(*mx_at(scale, r, i)));
 }
 
-/* The scale of e4m3_line's 256th parts: 2^(e - 119) is finite up to KT_MXFP8_LARGEST. */
-KT_INLINE void mxfp8_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
-    const char *scales = (const char *)now->g->scale + (now->block + n) * mx_scale_bytes(now->g->k);
-    const vf32 scale = vi32_float(vi32_shl(vi32_add(vi32_load_u8(mx_at(scales, 0, i)), vi32_set1(8)), 23));
-    e4m3_line(now, n, i, j, even, odd);
-    *even = vf32_mul(*even, scale);
-    *odd = vf32_mul(*odd, scale);
-}
-
-KT_BF16_PRODUCTS(mxfp8, 0, NULL, bf16_value)
+/* 256th parts of the values. */
+KT_MX_PRODUCTS(mxfp8, e4m3_line, 8)
 
 static int64_t mxfp4_weight_bytes(int64_t k) { return KT_BLOCK * kt_round_up(k, KT_KPAD) / 2; }
 #define mxfp4_scale_bytes mx_scale_bytes
@@ -93,21 +132,13 @@ static void mxfp4_unpack(const void *weight, const void *scale, int64_t k, float
         }
 }
 
-/* The table holds the values of the largest scale. A smaller one takes its distance off the exponents, two bfloat16 at
- * once: zeros stay because the difference saturates, and pack left nothing that would end below the normal numbers. */
-KT_INLINE void mxfp4_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
-    const kt_gemm *g = now->g;
-    const char *scales = (const char *)g->scale + (now->block + n) * mx_scale_bytes(g->k);
-    const char *w = (const char *)g->weight + (now->block + n) * (KT_BLOCK * g->k / 2) + i * 8 + j / 4 * 64;
-    const vi32 below = vi32_shl(vi32_sub(vi32_set1(KT_MXFP4_LARGEST), vi32_load_u8(mx_at(scales, 0, i))), 7);
-    const vi32 line = vi32_e2m1(vi32_load((const int32_t *)w), j % 4);
-    const vi32 scaled = vi32_subs_u16(line, vi32_or(below, vi32_shl(below, 16)));
-    if (j % 4 == 0)
-        KT_PREFETCH(w + KT_AHEAD);
-    *even = bf16_even(scaled);
-    *odd = bf16_odd(scaled);
+KT_INLINE void e2m1_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
+    const int64_t bytes = KT_BLOCK * now->g->k / 2;
+    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
+    vf32_load_e2m1(w, j % 4, even, odd);
 }
 
-KT_BF16_PRODUCTS(mxfp4, 0, NULL, bf16_value)
+/* Halves of the values: 2^(e - 126) is a normal number for every e. */
+KT_MX_PRODUCTS(mxfp4, e2m1_line, 1)
 
 #endif

@@ -15,27 +15,34 @@ static int64_t bf16_panel_bytes(int64_t k) { return bf16_row_bytes(k); }
 
 KT_INLINE vf32 bf16_rounded(vf32 v) { return vi32_float(vi32_shl(kt_bf16_bits(v), 16)); }
 
-KT_INLINE void bf16_quantize_as(const void *src, kt_dtype dtype, int64_t k, float *row) {
+/* Rows of values from 2^-KT_MODERATE up to 2^KT_MODERATE, or zero, have a sum of 1 in their kt_meta, others 0. */
+#define KT_MODERATE 47
+
+KT_INLINE int bf16_quantize_as(const void *src, kt_dtype dtype, int64_t k, float *row) {
     const int64_t padded = kt_round_up(k, KT_KPAD);
-    vi32 most = vi32_set1(0);
+    vi32 most = vi32_set1(0), least = most; /* least: 2^31 less the bits of the smallest but zero */
     for (int64_t i = 0; i < padded; i += 16) {
         const vf32 v = bf16_rounded(kt_load_tail(src, dtype, i, k));
-        most = vi32_max(most, vi32_and(vf32_bits(v), vi32_set1(0x7fffffff)));
+        const vi32 bits = vi32_and(vf32_bits(v), vi32_set1(0x7fffffff));
+        most = vi32_max(most, bits);
+        least = vi32_max(least, vi32_and(vi32_sub(vi32_set1(0), bits), vi32_set1(0x7fffffff)));
         vf32_store(row + i, v);
     }
     if (vi32_hmax(most) >= KT_NOT_FINITE)
         for (int64_t i = 0; i < padded; i += 16)
             vf32_store(row + i, vf32_set1(__builtin_nanf("")));
+    const int64_t low = (127 - KT_MODERATE) << 23, high = (127 + KT_MODERATE) << 23;
+    return vi32_hmax(most) < high && vi32_hmax(least) <= (INT64_C(1) << 31) - low;
 }
 
 static void bf16_quantize(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta) {
+    meta->scale = 1.0f;
     if (dtype == KT_F32)
-        bf16_quantize_as(src, KT_F32, k, row);
+        meta->sum = bf16_quantize_as(src, KT_F32, k, row);
     else if (dtype == KT_F16)
-        bf16_quantize_as(src, KT_F16, k, row);
+        meta->sum = bf16_quantize_as(src, KT_F16, k, row);
     else
-        bf16_quantize_as(src, KT_BF16, k, row);
-    *meta = (kt_meta){1.0f, 0};
+        meta->sum = bf16_quantize_as(src, KT_BF16, k, row);
 }
 
 static void bf16_tile(const void *row, int64_t k, int64_t r, void *tiles) {
@@ -66,45 +73,81 @@ KT_INLINE vf32 bf16_even(vi32 line) { return vi32_float(vi32_shl(line, 16)); }
 KT_INLINE vf32 bf16_odd(vi32 line) { return vi32_float(vi32_and(line, vi32_set1((int32_t)0xffff0000))); }
 
 /* Unrolled by force: gcc leaves a loop of two, and its accumulators in memory (half the speed). */
-#define KT_ROWS _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
+#define KT_UNROLL _Pragma("GCC unroll 8")
+#define KT_EACH \
+    KT_UNROLL for (int r = 0; r < rows; r++) \
+        KT_UNROLL for (int b = 0; b < blocks; b++)
 
-/* Sums of a few rows x with block n. rows is a compile-time constant at each call: the accumulators live in registers.
- * With a group, the sum of each group of K is scaled before it is added. */
-KT_INLINE void bf16_micro(int rows, const float *const *x, int64_t step, const kt_strip *now, int64_t n,
-                          float (*c)[32], bf16_decode decode, int64_t group, bf16_scale scale) {
-    const int64_t k = now->g->k;
-    vf32 total[KT_BF16_ROWS], acc[KT_BF16_ROWS];
-    KT_ROWS
-        total[r] = acc[r] = vf32_set1(0.0f);
+/* Where a strip's blocks lie, of which 32 values of K take `each` bytes, and where those that are read next and their
+ * scales, scale_bytes a block and about scale_each for 32 values of K; 0: nothing to fetch. */
+typedef struct {
+    const char *w, *next, *next_scale;
+    int64_t each, scale_bytes, scale_each;
+} bf16_stream;
+
+/* That of a strip's stored weights. */
+KT_INLINE bf16_stream bf16_stored(const kt_strip *now, int64_t each, int64_t scale_bytes, int64_t scale_each) {
+    const kt_gemm *g = now->g;
+    const int64_t bytes = g->k / 32 * each;
+    const char *w = (const char *)g->weight + now->block * bytes, *next = g->next, *next_scale = g->next_scale;
+    if (now->block + 2 < now->end) {
+        next = w + 2 * bytes;
+        next_scale = (const char *)g->scale + (now->block + 2) * scale_bytes;
+    }
+    return (bf16_stream){w, next, next_scale, each, scale_bytes, scale_each};
+}
+
+/* Sums of a few rows x with a block or two, from block n on. rows and blocks are compile-time constants at each call:
+ * the accumulators live in registers. Two blocks double the chains of fma of one row (-8 % for 8-bit codes at one token
+ * with AMX). With a group, the sum of each group of K is scaled before it is added. */
+KT_INLINE void bf16_micro(int rows, int blocks, const float *const *x, int64_t step, const kt_strip *now, int64_t n,
+                          bf16_stream stream, float (*c)[32], bf16_decode decode, int64_t group, bf16_scale scale) {
+    const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each;
+    const char *w = stream.w + n * bytes, *next = n + blocks < now->blocks ? w + blocks * bytes : stream.next;
+    vf32 total[KT_BF16_ROWS][KT_BF16_BLOCKS], acc[KT_BF16_ROWS][KT_BF16_BLOCKS];
+    KT_EACH
+        total[r][b] = acc[r][b] = vf32_set1(0.0f);
     for (int64_t i = 0, at = 0; i < k; i += 32, at += step) {
-        vf32 even[KT_BF16_ROWS], odd[KT_BF16_ROWS];
-        KT_ROWS
-            even[r] = odd[r] = vf32_set1(0.0f);
+        vf32 even[KT_BF16_ROWS][KT_BF16_BLOCKS], odd[KT_BF16_ROWS][KT_BF16_BLOCKS];
+        KT_EACH
+            even[r][b] = odd[r][b] = vf32_set1(0.0f);
+        const int64_t ahead = i / 32 * each + KT_AHEAD;
+        const char *fetch = ahead < bytes ? w + ahead : next + (ahead - bytes);
+        if (stream.scale_each)
+            KT_UNROLL for (int b = 0; b < blocks; b++)
+                KT_PREFETCH(stream.next_scale + (n + b) * stream.scale_bytes + i / 32 * stream.scale_each);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) {
-            vf32 w_even, w_odd;
-            decode(now, n, i, j, &w_even, &w_odd);
-            KT_ROWS {
-                even[r] = vf32_fma(w_even, vf32_set1(x[r][at + 2 * j]), even[r]);
-                odd[r] = vf32_fma(w_odd, vf32_set1(x[r][at + 2 * j + 1]), odd[r]);
+            vf32 w_even[KT_BF16_BLOCKS], w_odd[KT_BF16_BLOCKS];
+            KT_UNROLL for (int b = 0; b < blocks; b++)
+                decode(now, n + b, i, j, &w_even[b], &w_odd[b]);
+            if (each && j * each % 1024 == 0)
+                KT_UNROLL for (int b = 0; b < blocks; b++)
+                    KT_PREFETCH(fetch + b * bytes + j * each / 16);
+            KT_EACH {
+                even[r][b] = vf32_fma(w_even[b], vf32_set1(x[r][at + 2 * j]), even[r][b]);
+                odd[r][b] = vf32_fma(w_odd[b], vf32_set1(x[r][at + 2 * j + 1]), odd[r][b]);
             }
         }
-        KT_ROWS
-            acc[r] = vf32_add(acc[r], vf32_add(even[r], odd[r]));
+        KT_EACH
+            acc[r][b] = vf32_add(acc[r][b], vf32_add(even[r][b], odd[r][b]));
         if (group && ((i + 32) % group == 0 || i + 32 >= k)) {
-            const vf32 s = scale(now, n, i / group * group);
-            KT_ROWS {
-                total[r] = vf32_fma(acc[r], s, total[r]);
-                acc[r] = vf32_set1(0.0f);
+            vf32 s[KT_BF16_BLOCKS];
+            KT_UNROLL for (int b = 0; b < blocks; b++)
+                s[b] = scale(now, n + b, i / group * group);
+            KT_EACH {
+                total[r][b] = vf32_fma(acc[r][b], s[b], total[r][b]);
+                acc[r][b] = vf32_set1(0.0f);
             }
         }
     }
-    KT_ROWS
-        vf32_store(c[r], group ? total[r] : acc[r]);
+    KT_EACH
+        vf32_store(c[r] + KT_BLOCK * b, group ? total[r][b] : acc[r][b]);
 }
 
 /* The sums of a strip by vectors, rows where they lie or in tiles. */
-KT_INLINE void bf16_vectors(const kt_strip *now, bf16_decode decode, int64_t group, bf16_scale scale) {
+KT_INLINE void bf16_vectors(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
+                            bf16_scale scale) {
     const kt_gemm *g = now->g;
     const float *tiles = g->tiles;
     const int64_t step = tiles ? 512 : 32;
@@ -117,14 +160,23 @@ KT_INLINE void bf16_vectors(const kt_strip *now, bf16_decode decode, int64_t gro
             x[j] = tiles ? tiles + at / 16 * 16 * g->k + at % 16 * 32
                          : (const float *)((const char *)g->x + kt_row(g, at) * g->ldx);
         }
+        bf16_stream s = stream;
+        if (i + count < now->rows || !s.next)
+            s.next = s.w;
+        if (!s.next_scale)
+            s.next_scale = s.w;
+        if (KT_BF16_BLOCKS > 1 && count == 1 && now->blocks == KT_BF16_BLOCKS) {
+            bf16_micro(1, KT_BF16_BLOCKS, x, step, now, 0, s, &now->c.f32[i], decode, group, scale);
+            continue;
+        }
         for (int64_t n = 0; n < now->blocks; n++) {
             float(*c)[32] = (float(*)[32])(&now->c.f32[i][KT_BLOCK * n]);
             if (count == 1)
-                bf16_micro(1, x, step, now, n, c, decode, group, scale);
+                bf16_micro(1, 1, x, step, now, n, s, c, decode, group, scale);
             else if (count == 2)
-                bf16_micro(2, x, step, now, n, c, decode, group, scale);
+                bf16_micro(2, 1, x, step, now, n, s, c, decode, group, scale);
             else
-                bf16_micro(KT_BF16_ROWS, x, step, now, n, c, decode, group, scale);
+                bf16_micro(KT_BF16_ROWS, 1, x, step, now, n, s, c, decode, group, scale);
         }
     }
 }
@@ -137,16 +189,22 @@ KT_INLINE void bf16_from_panel(const kt_strip *now, int64_t n, int64_t i, int64_
     *even = bf16_even(line);
     *odd = bf16_odd(line);
 }
-KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, bf16_decode decode) {
+KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, int64_t each, int64_t scale_bytes,
+                               int64_t scale_each, bf16_decode decode) {
     const kt_strip now = {.g = g, .block = block};
+    const char *from = (const char *)g->weight + block * (g->k / 32 * each);
     for (int64_t n = 0; n < blocks; n++)
-        for (int64_t i = 0; i < g->k; i += 32) {
+        for (int64_t i = 0; i < g->k; i += 32, from += each) {
             char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
             vi32 lines[16];
+            if (scale_each)
+                KT_PREFETCH((const char *)g->scale + (block + n) * scale_bytes + i / 32 * scale_each);
 #pragma GCC unroll 16
             for (int64_t j = 0; j < 16; j++) {
                 vf32 even, odd;
                 decode(&now, n, i, j, &even, &odd);
+                if (j * each % 1024 == 0)
+                    KT_PREFETCH(from + KT_AHEAD + j * each / 16);
                 lines[j] = vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
             }
             /* Apart, since after a store the compiler would load scales and pointers again. */
@@ -159,6 +217,24 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
 KT_INLINE int bf16_shares(const kt_gemm *g) { return g->tiles || g->m > KT_FEW_ROWS; }
 
 #ifdef KT_HAVE_TILES
+/* Adds the sums of one or two groups from i on to those of a strip. Two at once, since c is loaded and stored as often
+ * as tiles are (-13 % with groups of 32, from L2; four leave too little of L1 and lose). */
+KT_INLINE void bf16_add_groups(int groups, const kt_strip *now, float (*part)[KT_STRIP][32], int64_t i, int64_t group,
+                               bf16_scale scale) {
+    for (int64_t n = 0; n < now->blocks; n++) {
+        vf32 s[2];
+        for (int p = 0; p < groups; p++)
+            s[p] = scale(now, n, i + p * group);
+        for (int64_t r = 0; r < now->rows; r++) {
+            float *c = now->c.f32[r] + KT_BLOCK * n;
+            vf32 sum = i ? vf32_load(c) : vf32_set1(0.0f);
+            for (int p = 0; p < groups; p++)
+                sum = vf32_fma(vf32_load(part[p][r] + KT_BLOCK * n), s[p], sum);
+            vf32_store(c, sum);
+        }
+    }
+}
+
 /* The sums of a strip with the two blocks at w. next: what the thread reads next, next_bytes in all strips' steps. */
 KT_INLINE void bf16_tiles(const kt_strip *now, const char *w, const char *next, int64_t next_bytes,
                           kt_between between, kt_strip *last, int64_t group, bf16_scale scale) {
@@ -173,52 +249,56 @@ KT_INLINE void bf16_tiles(const kt_strip *now, const char *w, const char *next, 
         kt_tiles(1, x, 32 * g->k, now->rows, w, w1, steps, now->c.s32, next, share, between, last, rows);
         return;
     }
-    memset(now->c.f32, 0, KT_STRIP * 32 * sizeof(float));
-    for (int64_t i = 0; i < g->k; i += group) {
-        float part[KT_STRIP][32] __attribute__((aligned(64)));
-        const int64_t some = (g->k - i < group ? g->k - i : group) / 32;
-        kt_tiles(1, x + i * 32, 32 * g->k, now->rows, w + i * 32, w1 + i * 32, some, (int32_t(*)[32])part, next,
-                 share, between, last, rows);
-        next += some * share * 64;
-        for (int64_t n = 0; n < 2; n++) {
-            const vf32 s = scale(now, n < now->blocks ? n : 0, i);
-            for (int64_t r = 0; r < now->rows; r++) {
-                float *c = now->c.f32[r] + KT_BLOCK * n;
-                vf32_store(c, vf32_fma(vf32_load(part[r] + KT_BLOCK * n), s, vf32_load(c)));
-            }
+    for (int64_t i = 0; i < g->k; i += 2 * group) {
+        float part[2][KT_STRIP][32] __attribute__((aligned(64)));
+        const int groups = i + group < g->k ? 2 : 1;
+        for (int64_t p = 0, at = i; p < groups; p++, at += group) {
+            const int64_t some = (g->k - at < group ? g->k - at : group) / 32;
+            kt_tiles(1, x + at * 32, 32 * g->k, now->rows, w + at * 32, w1 + at * 32, some, (int32_t(*)[32])part[p],
+                     next, share, between, last, rows);
+            next += some * share * 64;
         }
+        if (groups == 2)
+            bf16_add_groups(2, now, part, i, group, scale);
+        else
+            bf16_add_groups(1, now, part, i, group, scale);
     }
 }
 #endif
 
-/* A format of this core: its weights decoded by f_decode; f_group(k) and f_scale as of bf16_micro, or 0 and NULL. */
-#define KT_BF16_PRODUCTS(f, group, scale, value) \
+typedef void (*bf16_few)(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, bf16_scale scale);
+
+/* A format of this core: its weights decoded by f_decode; group and scale as of bf16_micro, or 0 and NULL. few:
+ * bf16_vectors, or what gives the same sums of few rows. */
+#define KT_BF16_PRODUCTS(f, few, group, scale, value) \
     static int64_t f##_work_bytes(int64_t k) { return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)); } \
     static void f##_panel(const kt_gemm *g, int64_t block, int64_t blocks) { \
         if (bf16_shares(g)) \
-            bf16_fill_panel(g, block, blocks, f##_decode); \
+            bf16_fill_panel(g, block, blocks, f##_weight_bytes(64) / 2, f##_scale_bytes(g->k), \
+                             f##_scale_bytes(1024) / 32, f##_decode); \
     } \
     static void f##_product(const kt_strip *now, kt_between between, kt_strip *last) { \
-        bf16_decoded(now, f##_weight_bytes(now->g->k), between, last, f##_decode, group, scale); \
+        const bf16_stream stream = bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), \
+                                               f##_scale_bytes(1024) / 32); \
+        bf16_decoded(now, stream, between, last, f##_decode, few, group, scale); \
     } \
     KT_PRODUCTS(f, f##_panel, f##_product, value)
 
-/* The sums of a strip of a format whose blocks of weights are `bytes` long. */
-KT_INLINE void bf16_decoded(const kt_strip *now, int64_t bytes, kt_between between, kt_strip *last,
-                            bf16_decode decode, int64_t group, bf16_scale scale) {
+/* The sums of a strip of a format whose weights are at stream. */
+KT_INLINE void bf16_decoded(const kt_strip *now, bf16_stream stream, kt_between between, kt_strip *last,
+                            bf16_decode decode, bf16_few few, int64_t group, bf16_scale scale) {
     const kt_gemm *g = now->g;
     if (!bf16_shares(g)) {
-        bf16_vectors(now, decode, group, scale);
+        few(now, stream, decode, group, scale);
         return;
     }
 #ifdef KT_HAVE_TILES
     if (g->tiles) {
-        const char *next = now->block + 2 < now->end ? (const char *)g->weight + (now->block + 2) * bytes : g->next;
-        bf16_tiles(now, g->work, next, 2 * bytes, between, last, group, scale);
+        bf16_tiles(now, g->work, stream.next, g->k / 16 * stream.each, between, last, group, scale);
         return;
     }
 #endif
-    bf16_vectors(now, bf16_from_panel, group, scale);
+    bf16_vectors(now, (bf16_stream){.w = g->work}, bf16_from_panel, group, scale);
 }
 
 /* y = acc + bias */

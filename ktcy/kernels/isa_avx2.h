@@ -116,7 +116,6 @@ KT_INLINE vi32 vi32_load_u8(const uint8_t *p) {
     return (vi32){_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
                   _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
 }
-KT_I32_BINARY(vi32_subs_u16, _mm256_subs_epu16)
 
 /* Sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that, subnormals too, and
  * the conversion does not see DAZ. */
@@ -128,10 +127,22 @@ KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
     *odd = (vf32){_mm256_cvtph_ps(_mm256_castsi256_si128(b)), _mm256_cvtph_ps(_mm256_extracti128_si256(b, 1))};
 }
 
-/* Nibble j of each 16 bits, an e2m1 code: the bfloat16 of its value times 2^125; -0 is 0. */
-KT_INLINE __m256i kt_e2m1_half(__m256i v, int j) {
-    const __m128i high = _mm_setr_epi8(0, 0x7d, 0x7e, 0x7e, 0x7e, 0x7e, 0x7f, 0x7f, 0, (char)0xfd, (char)0xfe,
-                                       (char)0xfe, (char)0xfe, (char)0xfe, (char)0xff, (char)0xff);
+/* Sixteen rows of two codes, nibble j (a constant) of the halves of 32 bits: less 8. As bits under the exponent that
+ * makes their lowest worth 1. */
+KT_INLINE vf32 kt_u4(vi32 v, int64_t j) {
+    const vi32 bits = vi32_and_or(v, vi32_set1(15 << 4 * j), vi32_set1((int32_t)(150 - 4 * j) << 23));
+    return vf32_sub(vi32_float(bits), vf32_set1((float)(1 << (23 - 4 * j)) + 8));
+}
+KT_INLINE void vf32_load_u4(const char *p, int64_t j, vf32 *even, vf32 *odd) {
+    const vi32 v = vi32_load((const int32_t *)p);
+    *even = kt_u4(v, j);
+    *odd = kt_u4(vi32_shr(v, 16), j);
+}
+
+/* Nibble j of each 16 bits, an e2m1 code: the bfloat16 of half its value; -0 is 0. */
+KT_INLINE __m256i kt_e2m1_half(__m256i v, int64_t j) {
+    const __m128i high = _mm_setr_epi8(0, 0x3e, 0x3f, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0, (char)0xbe, (char)0xbf,
+                                       (char)0xbf, (char)0xbf, (char)0xbf, (char)0xc0, (char)0xc0);
     const __m128i low = _mm_setr_epi8(0, (char)0x80, 0, 0x40, (char)0x80, (char)0xc0, 0, 0x40, 0, (char)0x80, 0, 0x40,
                                       (char)0x80, (char)0xc0, 0, 0x40);
     const __m256i code = _mm256_and_si256(j & 1 ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
@@ -141,7 +152,12 @@ KT_INLINE __m256i kt_e2m1_half(__m256i v, int j) {
     return j < 2 ? _mm256_blendv_epi8(l, _mm256_slli_epi16(h, 8), upper)
                  : _mm256_blendv_epi8(_mm256_srli_epi16(l, 8), h, upper);
 }
-KT_INLINE vi32 vi32_e2m1(vi32 v, int64_t j) { return (vi32){kt_e2m1_half(v.lo, (int)j), kt_e2m1_half(v.hi, (int)j)}; }
+/* As vf32_load_u4, of e2m1 codes: half of their values; -0 is 0. */
+KT_INLINE void vf32_load_e2m1(const char *p, int64_t j, vf32 *even, vf32 *odd) {
+    const vi32 v = vi32_load((const int32_t *)p), line = {kt_e2m1_half(v.lo, j), kt_e2m1_half(v.hi, j)};
+    *even = vi32_float(vi32_shl(line, 16));
+    *odd = vi32_float(vi32_and(line, vi32_set1((int32_t)0xffff0000)));
+}
 
 /* maddubs multiplies u8 by s8: |w| by x with the sign of w. |w x| <= 128 * 127, so a pair fits 16 bits. */
 typedef vi32 vs8w;
@@ -181,8 +197,9 @@ KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
 #define KT_S8_ROWS 4
 #define KT_S8_BLOCKS 1
 
-/* Rows of the bf16 core at once: three accumulators each. */
+/* Rows of the bf16 core at once, and blocks for one row: three accumulators each. */
 #define KT_BF16_ROWS 2
+#define KT_BF16_BLOCKS 1
 
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 2

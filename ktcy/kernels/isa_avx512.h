@@ -54,7 +54,6 @@ KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
 #define vi32_hsum _mm512_reduce_add_epi32
 
 #define vi32_load_u8(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define vi32_subs_u16 _mm512_subs_epu16
 
 /* Sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that, subnormals too, and
  * the conversion does not see DAZ. */
@@ -64,14 +63,22 @@ KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
     *odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(w, 1), bits));
 }
 
-/* Nibble j of each 16 bits, an e2m1 code: the bfloat16 of its value times 2^125; -0 is 0. vpermw looks at five bits:
- * the table comes twice. */
-KT_INLINE vi32 vi32_e2m1(vi32 v, int64_t j) {
-#define KT_E2M1 \
-    0, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40, 0, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40
-    static const uint16_t table[32] __attribute__((aligned(64))) = {KT_E2M1, KT_E2M1};
-#undef KT_E2M1
-    return _mm512_permutexvar_epi16(vi32_shr(v, 4 * (unsigned)j), vi32_load(table));
+/* Nibble j (a constant) of the lower and of the upper half of 32 bits by a table. vpermps looks at four bits only. */
+KT_INLINE void vf32_nibbles(const char *p, int64_t j, const float *table, vf32 *even, vf32 *odd) {
+    const vi32 v = vi32_load(p);
+    *even = _mm512_permutexvar_ps(j ? vi32_shr(v, 4 * (unsigned)j) : v, vf32_load(table));
+    *odd = _mm512_permutexvar_ps(vi32_shr(v, 16 + 4 * (unsigned)j), vf32_load(table));
+}
+/* Sixteen rows of two codes, nibble j of the halves of 32 bits: less 8. */
+KT_INLINE void vf32_load_u4(const char *p, int64_t j, vf32 *even, vf32 *odd) {
+    static const float table[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    vf32_nibbles(p, j, table, even, odd);
+}
+/* The same of e2m1 codes: half of their values; -0 is 0. */
+KT_INLINE void vf32_load_e2m1(const char *p, int64_t j, vf32 *even, vf32 *odd) {
+    static const float table[16] = {0, 0.25f,  0.5f,  0.75f,  1,  1.5f,  2,  3,
+                                    0, -0.25f, -0.5f, -0.75f, -1, -1.5f, -2, -3};
+    vf32_nibbles(p, j, table, even, odd);
 }
 
 #ifndef KT_HAVE_DOT_S8
@@ -108,8 +115,9 @@ KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
 #define KT_S8_ROWS 8
 #define KT_S8_BLOCKS 2
 
-/* Rows of the bf16 core at once: three accumulators each. */
+/* Rows of the bf16 core at once, and blocks for one row: three accumulators each. */
 #define KT_BF16_ROWS 4
+#define KT_BF16_BLOCKS 2
 
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 4

@@ -39,7 +39,6 @@ EMU_SI(emu_sub_epi32, _mm256_sub_epi32)
 EMU_SI(emu_sub_epi8, _mm256_sub_epi8)
 EMU_SI(emu_add_epi16, _mm256_add_epi16)
 EMU_SI(emu_mullo_epi16, _mm256_mullo_epi16)
-EMU_SI(emu_subs_epu16, _mm256_subs_epu16)
 EMU_SI(emu_max_epi32, _mm256_max_epi32)
 EMU_SI(emu_and_si512, _mm256_and_si256)
 EMU_SI(emu_or_si512, _mm256_or_si256)
@@ -56,7 +55,6 @@ EMU_SI(emu_madd_epi16, _mm256_madd_epi16)
 #define _mm512_max_ps emu_max_ps
 #define _mm512_add_epi32 emu_add_epi32
 #define _mm512_sub_epi32 emu_sub_epi32
-#define _mm512_subs_epu16 emu_subs_epu16
 #define _mm512_max_epi32 emu_max_epi32
 #define _mm512_and_si512 emu_and_si512
 #define _mm512_or_si512 emu_or_si512
@@ -167,16 +165,15 @@ KT_INLINE __m128i emu_cvtepi32_epi8(emu_m512i a) {
 #define _mm512_cvtepi32_epi16 emu_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emu_cvtepi32_epi8
 
-/* vpermw takes the lower five bits of an index. */
-KT_INLINE emu_m512i emu_permutexvar_epi16(emu_m512i index, emu_m512i table) {
-    uint16_t at[32], values[32], out[32];
-    emu_storeu_si512(at, index);
-    emu_storeu_si512(values, table);
-    for (int i = 0; i < 32; i++)
-        out[i] = values[at[i] & 31];
-    return emu_loadu_si512(out);
+/* vpermps takes the lower four bits of an index; its model on eight lanes takes three, the fourth chooses. */
+KT_INLINE __m256 emu_permutexvar_half(__m256i index, emu_m512 table) {
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.lo, index), _mm256_permutevar8x32_ps(table.hi, index),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
 }
-#define _mm512_permutexvar_epi16 emu_permutexvar_epi16
+KT_INLINE emu_m512 emu_permutexvar_ps(emu_m512i index, emu_m512 table) {
+    return (emu_m512){emu_permutexvar_half(index.lo, table), emu_permutexvar_half(index.hi, table)};
+}
+#define _mm512_permutexvar_ps emu_permutexvar_ps
 
 /* Lanes of yes where the mask is set. */
 KT_INLINE emu_m512i emu_blend(emu_m512i mask, emu_m512i no, emu_m512i yes) {

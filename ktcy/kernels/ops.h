@@ -41,12 +41,11 @@
     X(vi32_hmax, 64, 0, 0, 4, *(int32_t *)out = vi32_hmax(vi32_load(a))) \
     X(vi32_hsum, 64, 0, 0, 4, *(int32_t *)out = vi32_hsum(vi32_load(a))) \
     X(vi32_load_u8, 16, 0, 0, 64, vi32_store(out, vi32_load_u8(a))) \
-    X(vi32_subs_u16, 64, 64, 0, 64, vi32_store(out, vi32_subs_u16(vi32_load(a), vi32_load(b)))) \
-    X(vi32_e2m1_0, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 0))) \
-    X(vi32_e2m1_1, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 1))) \
-    X(vi32_e2m1_2, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 2))) \
-    X(vi32_e2m1_3, 64, 0, 0, 64, vi32_store(out, vi32_e2m1(vi32_load(a), 3))) \
-    X(vf32_load_e4m3, 32, 0, 0, 128, op_load_e4m3(a, out)) \
+    KT_NIBBLE_OPS(X, 0) \
+    KT_NIBBLE_OPS(X, 1) \
+    KT_NIBBLE_OPS(X, 2) \
+    KT_NIBBLE_OPS(X, 3) \
+    KT_PAIR_OP(X, vf32_load_e4m3, 32, vf32_load_e4m3(a, &even, &odd)) \
     X(vi32_dot_s8, 64, 64, 8, 64, \
       vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
                                       ((const int32_t *)c)[1]))) \
@@ -55,6 +54,13 @@
                                  vshort_dot(vshort_start(*(const int32_t *)c), vi32_load(b), ((const int32_t *)c)[1]), \
                                  vshort_factor(vi32_load_s8((const int8_t *)c + 8))))) \
     KT_TILE_OPS(X)
+
+/* Two vectors of values, one after the other. */
+#define KT_PAIR_OP(X, name, bytes, load) \
+    X(name, bytes, 0, 0, 128, vf32 even; vf32 odd; load; vf32_store(out, even); vf32_store((float *)out + 16, odd))
+#define KT_NIBBLE_OPS(X, j) \
+    KT_PAIR_OP(X, vf32_load_u4_##j, 64, vf32_load_u4(a, j, &even, &odd)) \
+    KT_PAIR_OP(X, vf32_load_e2m1_##j, 64, vf32_load_e2m1(a, j, &even, &odd))
 
 /* A is 32 rows x 64 bytes of activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */
 #ifdef KT_HAVE_TILES
@@ -70,12 +76,6 @@
 #define KT_TILE_OPS(X)
 #endif
 
-KT_INLINE void op_load_e4m3(const void *a, float *out) {
-    vf32 even, odd;
-    vf32_load_e4m3(a, &even, &odd);
-    vf32_store(out, even);
-    vf32_store(out + 16, odd);
-}
 KT_INLINE void op_idle(void *ctx, int64_t rows) {}
 
 #define KT_OP_FUNCTION(name, na, nb, nc, no, body) \

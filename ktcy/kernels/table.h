@@ -76,7 +76,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KT_CAPSULE "ktcy.kernels.v3"
+#define KT_CAPSULE "ktcy.kernels.v4"
 #define KT_BLOCK 16
 #define KT_KPAD 64
 #define KT_TINY 0x1p-118f
@@ -101,7 +101,7 @@ typedef struct {
 
 typedef struct {
     float scale;
-    int32_t sum; /* of the quantized row: what a u8 x s8 instruction needs to undo its offset */
+    int32_t sum; /* int8: of the row, what a u8 x s8 instruction needs to undo its offset; bf16: see KT_MODERATE */
 } kt_meta;
 
 /* One expert's product: m activation rows times blocks of its weights. Row i is row index[i] of x (or i
@@ -116,7 +116,7 @@ typedef struct {
     int64_t skip; /* rows at the start, fewer than 16, that are in the first tile and give nothing */
     const void *weight, *scale;
     const float *bias; /* per packed row, or NULL */
-    const void *next;  /* weights that the same thread reads after these, fetched meanwhile; or NULL */
+    const void *next, *next_scale; /* weights that the same thread reads after these, fetched meanwhile; or NULL */
     void *work;        /* work_bytes(k) of scratch for weights that are decoded once for all rows */
 } kt_gemm;
 
