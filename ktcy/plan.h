@@ -646,7 +646,7 @@ static inline bool kt_forward_h(kt_plan *p, kt_pool *pool, kt_times *times)
         p->part[g].runs = kt_ceil(l->slices[g].pairs, p->pair_run);
         p->tasks[g] = p->active ? (p->active - 1) * p->part[g].runs + l->slices[g].pairs : 0;
     }
-    if (l->groups == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS) {
+    if (l->groups == 1 && p->halves == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS) {
         kt_forward_chained(p, pool, times);
         return true;
     }

@@ -373,6 +373,17 @@ def test_very_many_tokens_give_the_same_bits(kernels, pools, tokens, threads):
     assert same(forward(moe, layer), np.concatenate(pieces))
 
 
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("tokens, inter", [(40, 40), (100, 40), (2100, 2100)], ids=["few", "many", "halves"])
+def test_few_tokens_among_padding_give_the_same_bits(kernels, pools, tokens, inter, threads):
+    """C18 C52: one loop for few slots, however many tokens have none; rows too long for panels."""
+    layer = strategies.layer(np.random.default_rng(tokens), LayerShape(5, 1, 600, inter), Activation(), tokens)
+    layer.ids[:] = np.where(np.arange(tokens)[:, None] % (tokens // 8), -1, layer.ids)
+    moe = loaded(layer, kernels, pools[threads])
+    want = np.concatenate([forward(moe, layer, slice(at, at + 1)) for at in range(tokens)])
+    assert same(forward(moe, layer), want) and want.any()
+
+
 @settings(max_examples=10)
 @given(counts=st.lists(st.integers(0, 150), min_size=1, max_size=6))
 def test_no_call_leaves_anything_for_the_next(kernels, pools, counts):
