@@ -211,28 +211,35 @@ KT_INLINE void kt_csr_set(uint32_t v) { _mm_setcsr(v); }
 KT_INLINE void kt_tiles_begin(void) {}
 KT_INLINE void kt_tiles_end(void) {}
 
-/* Register-only multiply-adds; the sums feed back into an operand, or the compiler would hoist the product. */
+/* Register-only multiply-adds, unrolled by force or the sums lie in memory; they feed back into an operand, or the
+ * compiler would hoist the product. */
 KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
     const __m256i one = _mm256_set1_epi16(1), w = _mm256_set1_epi8(3);
-    __m256i acc[8];
-    for (int i = 0; i < 8; i++)
+    __m256i acc[12];
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++)
         acc[i] = _mm256_set1_epi32(i);
     for (int64_t n = 0; n < rounds; n++)
-        for (int i = 0; i < 8; i++)
+#pragma GCC unroll 12
+        for (int i = 0; i < 12; i++)
             acc[i] = _mm256_add_epi32(acc[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w, acc[i]), one));
-    for (int i = 0; i < 8; i++)
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++)
         __asm__ volatile("" : : "x"(acc[i]));
-    return (uint64_t)rounds * 8 * 32;
+    return (uint64_t)rounds * 12 * 32;
 }
 
 KT_INLINE uint64_t kt_probe_bf16(int64_t rounds) {
     const __m256 w = _mm256_set1_ps(0.5f), x = _mm256_set1_ps(0.25f);
     __m256 acc[10];
+#pragma GCC unroll 12
     for (int i = 0; i < 10; i++)
         acc[i] = _mm256_set1_ps((float)i);
     for (int64_t n = 0; n < rounds; n++)
+#pragma GCC unroll 12
         for (int i = 0; i < 10; i++)
             acc[i] = _mm256_fmadd_ps(acc[i], w, x);
+#pragma GCC unroll 12
     for (int i = 0; i < 10; i++)
         __asm__ volatile("" : : "x"(acc[i]));
     return (uint64_t)rounds * 10 * 8;

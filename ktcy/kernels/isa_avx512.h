@@ -132,16 +132,20 @@ KT_INLINE void kt_tiles_end(void) {}
 #endif
 
 #ifndef KT_HAVE_PROBE
-/* Register-only multiply-adds; the sums feed back into an operand, or the compiler would hoist the product. */
+/* Register-only multiply-adds, unrolled by force or the sums lie in memory; they feed back into an operand, or the
+ * compiler would hoist the product. */
 KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
     const __m512i one = _mm512_set1_epi16(1), w = _mm512_set1_epi8(3);
     __m512i acc[12];
+#pragma GCC unroll 12
     for (int i = 0; i < 12; i++)
         acc[i] = _mm512_set1_epi32(i);
     for (int64_t n = 0; n < rounds; n++)
+#pragma GCC unroll 12
         for (int i = 0; i < 12; i++)
             acc[i] = _mm512_add_epi32(acc[i], _mm512_madd_epi16(_mm512_maddubs_epi16(w, acc[i]), one));
     int32_t sum = 0;
+#pragma GCC unroll 12
     for (int i = 0; i < 12; i++)
         sum += vi32_hsum(acc[i]);
     __asm__ volatile("" : : "r"(sum));
@@ -153,12 +157,15 @@ KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
 KT_INLINE uint64_t kt_probe_bf16(int64_t rounds) {
     const __m512 w = _mm512_set1_ps(0.5f), x = _mm512_set1_ps(0.25f);
     __m512 acc[12];
+#pragma GCC unroll 12
     for (int i = 0; i < 12; i++)
         acc[i] = _mm512_set1_ps((float)i);
     for (int64_t n = 0; n < rounds; n++)
+#pragma GCC unroll 12
         for (int i = 0; i < 12; i++)
             acc[i] = _mm512_fmadd_ps(acc[i], w, x);
     float sum[16];
+#pragma GCC unroll 12
     for (int i = 1; i < 12; i++)
         acc[0] = _mm512_add_ps(acc[0], acc[i]);
     _mm512_storeu_ps(sum, acc[0]);

@@ -36,12 +36,15 @@ KT_INLINE __m512i vshort_add(__m512i acc, __m512i sum, __m512i factor) {
 KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {
     const __m512i w = _mm512_set1_epi8(3);
     __m512i acc[12];
+#pragma GCC unroll 12
     for (int i = 0; i < 12; i++)
         acc[i] = _mm512_set1_epi32(i);
     for (int64_t n = 0; n < rounds; n++)
+#pragma GCC unroll 12
         for (int i = 0; i < 12; i++)
             acc[i] = _mm512_dpbusd_epi32(acc[i], w, w);
     int32_t sum = 0;
+#pragma GCC unroll 12
     for (int i = 0; i < 12; i++)
         sum += _mm512_reduce_add_epi32(acc[i]);
     __asm__ volatile("" : : "r"(sum));
