@@ -122,9 +122,8 @@ typedef struct {
     kt_part *part;  /* [groups] */
     int64_t *tasks; /* [groups] of one stage */
     int32_t *offset, *first_tile, *expert_ids, *token;
-    int32_t *first_unit; /* [active + 1] of each active expert */
-    int32_t *left;       /* [active + 1] gate/up tasks of each active expert that are not over; last: such experts */
-    int64_t h_ended;     /* when the last of them was */
+    int32_t *left;   /* [active + 1] gate/up tasks of each active expert that are not over; last: such experts */
+    int64_t h_ended; /* when the last of them was */
     int32_t *panel; /* [panels + 1] first unit */
     float *route;
     char *x, *x_tiles, *hq, *h_tiles;
@@ -183,7 +182,6 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
         KT_TAKE(p->offset, int32_t, layer->experts + 1);
         KT_TAKE(p->first_tile, int32_t, layer->experts);
         KT_TAKE(p->expert_ids, int32_t, touched);
-        KT_TAKE(p->first_unit, int32_t, touched + 1);
         KT_TAKE(p->left, int32_t, touched + 1);
         KT_TAKE(p->token, int32_t, slots);
         KT_TAKE(p->route, float, slots);
@@ -250,7 +248,6 @@ static inline int64_t kt_plan_route(kt_plan *p)
         p->offset[e + 1] += first;
         if (!rows)
             continue;
-        p->first_unit[p->active] = (int32_t)p->units;
         p->expert_ids[p->active++] = (int32_t)e;
         p->first_tile[e] = rows > few ? (int32_t)p->tiles : -1;
         for (int32_t r = 0; r < rows; r += 16) {
@@ -258,7 +255,6 @@ static inline int64_t kt_plan_route(kt_plan *p)
             p->unit[p->units++] = (kt_unit){(int32_t)e, first + r, n, rows > few ? (int32_t)p->tiles++ : -1};
         }
     }
-    p->first_unit[p->active] = (int32_t)p->units;
     p->slots = p->offset[experts];
     for (int64_t t = 0; t < b->tokens; t++) {
         for (int64_t j = 0; j < b->top_k; j++) {
@@ -368,13 +364,25 @@ static void kt_task_gather(void *ctx, int64_t i, int thread)
         kt_gather(p, u, p->x_tiles + u->tile * 16 * p->x_tile);
 }
 
+/* The gate/up tasks of a group, and which active expert one of them belongs to. */
+static inline int64_t kt_gate_ups(const kt_plan *p, int group)
+{
+    return p->active ? (p->active - 1) * p->part[group].runs + p->layer->slices[group].pairs : 0;
+}
+
+static inline int64_t kt_gate_up_expert(const kt_plan *p, int group, int64_t i)
+{
+    const int64_t a = i / p->part[group].runs;
+    return a < p->active ? a : p->active - 1;
+}
+
 static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
     const kt_slice *s = &p->layer->slices[group];
     const kt_part *part = &p->part[group];
-    const int64_t last = p->active - 1, a = i / part->runs < last ? i / part->runs : last, expert = p->expert_ids[a];
-    const int64_t run = a < last ? p->pair_run : 1, j0 = (i - a * part->runs) * run;
+    const int64_t a = kt_gate_up_expert(p, group, i), expert = p->expert_ids[a];
+    const int64_t run = a + 1 < p->active ? p->pair_run : 1, j0 = (i - a * part->runs) * run;
     const int64_t j1 = j0 + run < s->pairs ? j0 + run : s->pairs;
     const kt_gemm g = kt_plan_gemm(p, expert, &s->gate_up[expert], false, thread);
     kt_thread state;
@@ -560,22 +568,20 @@ static void kt_plan_await(const kt_plan *p, int64_t i)
     }
 }
 
-/* Every task that a down task waits for was claimed before it. */
+/* Each expert has one unit, of its own number. Every task that a down task waits for was claimed before it. */
 static void kt_task_chained(void *ctx, int group, int64_t i, int thread)
 {
     kt_plan *p = ctx;
-    const int64_t runs = p->part->runs, last = p->active - 1, gate_ups = last * runs + p->layer->slices->pairs;
-    if (i >= gate_ups) {
-        kt_plan_await(p, i - gate_ups);
-        kt_task_down(p, group, i - gate_ups, thread);
+    const int64_t down = i - kt_gate_ups(p, group), a = kt_gate_up_expert(p, group, i);
+    if (down >= 0) {
+        kt_plan_await(p, down);
+        kt_task_down(p, group, down, thread);
         return;
     }
-    const int64_t a = i / runs < last ? i / runs : last;
     kt_task_gate_up(p, group, i, thread);
     if (__atomic_sub_fetch(&p->left[a], 1, __ATOMIC_ACQ_REL))
         return;
-    for (int64_t u = p->first_unit[a]; u < p->first_unit[a + 1]; u++)
-        kt_task_requantize(p, u, thread);
+    kt_task_requantize(p, a, thread);
     const int64_t now = kt_now();
     if (__atomic_sub_fetch(&p->left[p->active], 1, __ATOMIC_ACQ_REL) == 0)
         p->h_ended = now;
@@ -644,7 +650,7 @@ static inline bool kt_forward_h(kt_plan *p, kt_pool *pool, kt_times *times)
     p->pair_run = wanted < 1 ? 1 : wanted > KT_MOST_PAIRS ? KT_MOST_PAIRS : wanted;
     for (int64_t g = 0; g < l->groups; g++) {
         p->part[g].runs = kt_ceil(l->slices[g].pairs, p->pair_run);
-        p->tasks[g] = p->active ? (p->active - 1) * p->part[g].runs + l->slices[g].pairs : 0;
+        p->tasks[g] = kt_gate_ups(p, (int)g);
     }
     if (l->groups == 1 && p->halves == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS) {
         kt_forward_chained(p, pool, times);
