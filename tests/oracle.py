@@ -149,6 +149,31 @@ def bf16_rounding(v, e):
         return q, np.maximum(to_bf16(v + e) - q, q - to_bf16(v - e)) + FLUSH
 
 
+def grid_rounding(v, e, group, bits):
+    """The int16 core's activation rows: bfloat16 values in units of their group, fewer than 2^bits of them."""
+    q, bound = bf16_rounding(v, e)
+    n, k = v.shape
+    pad = ((0, 0), (0, -k % group))
+
+    def unit(most):
+        """Of the groups of magnitudes [N, groups, group], each as wide."""
+        most = most.max(axis=2, keepdims=True)
+        _, exponent = np.frexp(np.where((most >= 2.0**-100) & (most < 2.0**112), most, 0.5))
+        return np.where(most < 2.0**-100, 0, np.ldexp(1.0, exponent - bits)).repeat(group, axis=2)
+
+    q, bound = (np.pad(a, pad).reshape(n, -(-k // group), group) for a in (q, bound))
+    step = unit(np.abs(q))
+    lost = np.isnan(q) | (np.abs(q) >= 2.0**112)
+    safe = np.where(step == 0, 1, step)
+    got = np.where(step == 0, 0, np.rint(np.where(lost, 0, q) / safe) * safe)
+    # Where a value may be another one, or its group may have another unit, it lies within half a step of either.
+    sure = (bound <= FLUSH) & (unit(np.abs(q) - bound) == unit(np.abs(q) + bound))
+    apart = bound + unit(np.abs(q) + bound) + np.where(np.abs(q) + bound < 2.0**-99, 2.0**-99, 0)
+    got, apart = (a.reshape(n, q.shape[1] * group)[:, :k] for a in (got, np.where(sure, 0, apart)))
+    got = np.where(lost.any(axis=(1, 2))[:, None], np.nan, got)
+    return got, apart
+
+
 def exact_rounding(v, e):
     """Rows v known within e as they are; the bound takes in half a step, or all of a row that counts as zero."""
     v = np.where(np.isfinite(v).all(axis=1, keepdims=True), v, np.nan)
@@ -157,8 +182,22 @@ def exact_rounding(v, e):
     return v, e + HALF * (most + error) / 127 + np.where(most - error < 2 * TINY, 2 * TINY, FLUSH)
 
 
+# Formats of the int16 core: the groups of activations and the bits of their integers.
+GRIDS = {
+    "rawint4": (32, 15),
+    "q4_0": (32, 15),
+    "q8_0": (32, 12),
+    "gptq32": (32, 15),
+    "gptq64": (64, 14),
+    "gptq128": (128, 13),
+    "mxfp4": (32, 14),
+}
+
+
 def rounding(form):
-    """How a form rounds activations; formats of codes share the bf16 core."""
+    """How a form rounds activations: a function of rows and their bound."""
+    if form in GRIDS:
+        return lambda v, e: grid_rounding(v, e, *GRIDS[form])
     return {"int8": int8_rounding, "int4": int8_rounding, "exact": exact_rounding}.get(form, bf16_rounding)
 
 
@@ -264,7 +303,7 @@ def product(x, w, bias=None, form="int8"):
     e = np.abs(x) @ ew.T + k * 2.0**-52 * mass
     if ex.any():
         e += ex @ (ew + np.abs(w)).T
-    if rounding(form) is bf16_rounding:
+    if form in CODED or form == "bf16":
         # A term passes at most 16 fma of its chain, even + odd, and one sum for each 32 of K and each group of it;
         # each may flush, before its scale where scales come late.
         late = form in CODED and CODED[form].late

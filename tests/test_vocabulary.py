@@ -66,6 +66,11 @@ def dot(acc, w, c):
     return (acc + w.view(np.int8).reshape(16, 4) @ x).astype(np.uint64).astype(np.uint32).view(I32)
 
 
+def word_dot(acc, w, c):
+    x = c[:1].view(np.int16).astype(np.int64)
+    return (acc + w.view(np.int16).reshape(16, 2) @ x).astype(np.uint64).astype(np.uint32).view(I32)
+
+
 def short_dot(acc, u, c):
     words, x = c[:1].view(np.int16).astype(np.int64), c[1:2].view(np.int8).astype(np.int64)
     sums = u.view(np.uint8).reshape(16, 4) @ x + words.sum()
@@ -98,6 +103,10 @@ def nibbles(j, values):
     return lambda a: values[a.reshape(16, 2).T >> (4 * j) & 15].astype(F32)
 
 
+def words(j, values):
+    return lambda a: values[a >> (4 * j) & 15].astype(np.int16)
+
+
 # Operation: types of the inputs, type of the output, model.
 MODELS = {
     "vf32_add": (F32, F32, added(1)),
@@ -127,6 +136,7 @@ MODELS = {
     "vi32_and_or": (I32, I32, lambda a, b, c: (a & b) | c),
     "vi32_load_u4": (np.uint8, I32, lambda a: np.concatenate([a & 15, a >> 4]).astype(I32)),
     "vi32_load_u16": (np.uint16, I32, lambda a: a.astype(I32)),
+    "vi32_load_s16": (np.int16, I32, lambda a: a.astype(I32)),
     "vi32_store_u16": (I32, np.uint16, lambda a: a.astype(np.uint16)),
     "vi32_store_s8": (I32, np.int8, lambda a: a.astype(np.int8)),
     "vi32_hmax": (I32, I32, lambda a: a.max(keepdims=True)),
@@ -134,8 +144,10 @@ MODELS = {
     "vi32_load_u8": (np.uint8, I32, lambda a: a.astype(I32)),
     **{f"vf32_load_u4_{j}": (np.uint16, F32, nibbles(j, np.arange(-8, 8))) for j in range(4)},
     **{f"vf32_load_e2m1_{j}": (np.uint16, F32, nibbles(j, CODES["e2m1"] / 2 + 0.0)) for j in range(4)},
+    **{f"vi16_load_e2m1_{j}": (np.uint16, np.int16, words(j, CODES["e2m1"] * 512)) for j in range(4)},
     "vf32_load_e4m3": (np.uint8, F32, lambda a: CODES["e4m3"][a].reshape(16, 2).T / F32(256)),
     "vi32_dot_s8": (I32, I32, dot),
+    "vi32_dot_s16": (I32, I32, word_dot),
     "vshort_dot": (I32, I32, short_dot),
     "tile_dot_s8": (np.int8, I32, tiles(32)),
     "tile_dot_s8_half": (np.int8, I32, tiles(16)),

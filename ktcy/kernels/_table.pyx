@@ -212,7 +212,7 @@ cdef class Format:
     @property
     def core(self):
         """Which core multiplies: "int8" or "bf16"."""
-        return "bf16" if self.fmt.rows == b"bf16" else "int8"
+        return "int8" if self.fmt.rows in (b"s8", b"int4") else "bf16"
 
     @property
     def codes(self):
@@ -442,7 +442,7 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
     rows, scales, sums = x if isinstance(x, tuple) else fmt.quantize(x)
     cdef int64_t count = len(rows), k, i, row, padded
     if isinstance(x, tuple):
-        k = rows.shape[1] * KT_KPAD // fmt.fmt.row_bytes(KT_KPAD)
+        k = weight.shape[1] * KT_KPAD // fmt.fmt.weight_bytes(KT_KPAD)
     else:
         k = (x.shape[1] + KT_KPAD - 1) // KT_KPAD * KT_KPAD
     cdef int64_t width = fmt.fmt.row_bytes(k), tile = fmt.fmt.panel_bytes(k)

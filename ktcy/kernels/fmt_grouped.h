@@ -2,7 +2,7 @@
 #ifndef KT_FMT_GROUPED_H
 #define KT_FMT_GROUPED_H
 
-#include "gemm_bf16.h"
+#include "gemm_s16.h"
 
 /* What the instances differ in; a compile-time constant at each call. */
 typedef struct {
@@ -108,6 +108,20 @@ KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i
     *odd = grouped_field(f, vi32_shr(words, 16), j % lines, zero);
 }
 
+/* Line j of 16 as words: codes as they are stored. */
+KT_INLINE vi32 grouped_words(grouped f, const kt_strip *now, int64_t n, int64_t i, int64_t j) {
+    const int64_t lines = 16 / f.bits;
+    const char *w = (const char *)now->g->weight + (now->block + n) * grouped_weight_bytes(f, now->g->k) +
+                    i * 2 * f.bits + j / lines * 64;
+    const int32_t mask = (1 << f.bits) - 1;
+    const vi32 v = vi32_load((const int32_t *)w);
+    return vi32_and(j % lines ? vi32_shr(v, (unsigned)(j % lines * f.bits)) : v, vi32_set1(mask << 16 | mask));
+}
+KT_INLINE vf32 grouped_zeros(grouped f, const kt_strip *now, int64_t n, int64_t i) {
+    return vf32_from_vi32(vi32_load_u4((const uint8_t *)grouped_scales(f, now, n) +
+                                       32 * grouped_groups(f, now->g->k) + i / f.group * 8));
+}
+
 #define KT_GROUPED(name, bits, group, zeros, dtype) \
     static const grouped name##_codes = {bits, group, zeros, dtype}; \
     static int64_t name##_weight_bytes(int64_t k) { return grouped_weight_bytes(name##_codes, k); } \
@@ -125,7 +139,18 @@ KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i
     KT_INLINE vf32 name##_scale(const kt_strip *now, int64_t n, int64_t i) { \
         return grouped_scale(name##_codes, now, n, i); \
     } \
-    KT_BF16_PRODUCTS(name, bf16_vectors, group, name##_scale, bf16_value)
+    KT_INLINE vi32 name##_words(const kt_strip *now, int64_t n, int64_t i, int64_t j) { \
+        return grouped_words(name##_codes, now, n, i, j); \
+    } \
+    KT_INLINE vf32 name##_zeros(const kt_strip *now, int64_t n, int64_t i) { \
+        return grouped_zeros(name##_codes, now, n, i); \
+    } \
+    KT_INLINE void name##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t every, \
+                              bf16_scale scale) { \
+        s16_vectors(now, stream, (s16_codes){group, zeros ? 0 : 1 << (bits - 1), name##_words, name##_scale, \
+                                             zeros ? name##_zeros : NULL}); \
+    } \
+    KT_BF16_PRODUCTS(name, name##_few, group, name##_scale, bf16_value)
 
 KT_GROUPED(rawint4, 4, 32, 0, KT_BF16)
 KT_GROUPED(q4_0, 4, 32, 0, KT_F16)

@@ -4,6 +4,7 @@
 #define KT_FMT_MX_H
 
 #include "fmt_fp8.h"
+#include "gemm_s16.h"
 
 #define KT_MX_GROUP 32
 
@@ -66,8 +67,9 @@ KT_INLINE int mx_late(const kt_strip *now) {
     return !far;
 }
 
-/* codes gives a line's values but for a power of two, which the scale, 2^(e - 127 + more), makes up for. */
-#define KT_MX_PRODUCTS(f, codes, more) \
+/* codes gives a line's values but for a power of two, which the scale, 2^(e - 127 + more), makes up for; late gives few
+ * rows' sums where scales may come after those of groups, at_once where not. */
+#define KT_MX_PRODUCTS(f, codes, more, late, at_once) \
     KT_INLINE vf32 f##_scale(const kt_strip *now, int64_t n, int64_t i) { return mx_scales(now, n, i, more); } \
     KT_INLINE void f##_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) { \
         const vf32 scale = f##_scale(now, n, i); \
@@ -75,14 +77,14 @@ KT_INLINE int mx_late(const kt_strip *now) {
         *even = vf32_mul(*even, scale); \
         *odd = vf32_mul(*odd, scale); \
     } \
-    KT_INLINE void f##_vectors(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, \
-                               bf16_scale scale) { \
+    KT_INLINE void f##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, \
+                           bf16_scale scale) { \
         if (mx_late(now)) \
-            bf16_vectors(now, stream, codes, KT_MX_GROUP, f##_scale); \
+            late(now, stream, codes, KT_MX_GROUP, f##_scale); \
         else \
-            bf16_vectors(now, stream, decode, group, scale); \
+            at_once(now, stream, decode, group, scale); \
     } \
-    KT_BF16_PRODUCTS(f, f##_vectors, 0, NULL, bf16_value)
+    KT_BF16_PRODUCTS(f, f##_few, 0, NULL, bf16_value)
 
 /* 448 * 2^(246 - 127) is the largest finite value, as is 6 * 2^(252 - 127). */
 #define KT_MXFP8_LARGEST 246
@@ -107,7 +109,7 @@ static void mxfp8_unpack(const void *weight, const void *scale, int64_t k, float
 }
 
 /* 256th parts of the values. */
-KT_MX_PRODUCTS(mxfp8, e4m3_line, 8)
+KT_MX_PRODUCTS(mxfp8, e4m3_line, 8, bf16_vectors, bf16_vectors)
 
 static int64_t mxfp4_weight_bytes(int64_t k) { return KT_BLOCK * kt_round_up(k, KT_KPAD) / 2; }
 #define mxfp4_scale_bytes mx_scale_bytes
@@ -132,13 +134,42 @@ static void mxfp4_unpack(const void *weight, const void *scale, int64_t k, float
         }
 }
 
-KT_INLINE void e2m1_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
+KT_INLINE const char *mxfp4_line(const kt_strip *now, int64_t n, int64_t i, int64_t j) {
     const int64_t bytes = KT_BLOCK * now->g->k / 2;
-    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
-    vf32_load_e2m1(w, j % 4, even, odd);
+    return (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
+}
+KT_INLINE void e2m1_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
+    vf32_load_e2m1(mxfp4_line(now, n, i, j), j % 4, even, odd);
+}
+KT_INLINE vi32 e2m1_words(const kt_strip *now, int64_t n, int64_t i, int64_t j) {
+    return vi16_load_e2m1(mxfp4_line(now, n, i, j), j % 4);
+}
+/* Words are 512 times their values; scales that may come late are far from the ends of the exponents. */
+KT_INLINE vf32 e2m1_scale(const kt_strip *now, int64_t n, int64_t i) { return mx_scales(now, n, i, -9); }
+KT_INLINE void mxfp4_words(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
+                           bf16_scale scale) {
+    s16_vectors(now, stream, (s16_codes){KT_MX_GROUP, 0, e2m1_words, e2m1_scale, NULL});
+}
+/* Rows as the bf16 core's, one by one, in work: rows or scales as no model has them. */
+KT_INLINE void mxfp4_rows(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
+                          bf16_scale scale) {
+    kt_gemm one = *now->g;
+    kt_strip strip = *now;
+    strip.g = &one;
+    strip.first = 0;
+    strip.rows = 1;
+    one.x = one.work;
+    one.index = NULL;
+    for (int64_t r = 0; r < now->rows; r++) {
+        const char *row = (const char *)now->g->x + kt_row(now->g, now->first + r) * now->g->ldx;
+        for (int64_t i = 0; i < one.k; i += 16)
+            vf32_store((float *)one.work + i, s16_values(row, one.k, i, i / KT_MX_GROUP));
+        strip.c.f32 = now->c.f32 + r;
+        bf16_vectors(&strip, stream, decode, group, scale);
+    }
 }
 
 /* Halves of the values: 2^(e - 126) is a normal number for every e. */
-KT_MX_PRODUCTS(mxfp4, e2m1_line, 1)
+KT_MX_PRODUCTS(mxfp4, e2m1_line, 1, mxfp4_words, mxfp4_rows)
 
 #endif

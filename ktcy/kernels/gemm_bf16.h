@@ -213,8 +213,6 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
                 vi32_store((int32_t *)(w + 64 * j), lines[j]);
         }
 }
-/* Whether the rows of g share decoded blocks. */
-KT_INLINE int bf16_shares(const kt_gemm *g) { return g->tiles || g->m > KT_FEW_ROWS; }
 
 #ifdef KT_HAVE_TILES
 /* Adds the sums of one or two groups from i on to those of a strip. Two at once, since c is loaded and stored as often
@@ -273,7 +271,7 @@ typedef void (*bf16_few)(const kt_strip *now, bf16_stream stream, bf16_decode de
 #define KT_BF16_PRODUCTS(f, few, group, scale, value) \
     static int64_t f##_work_bytes(int64_t k) { return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)); } \
     static void f##_panel(const kt_gemm *g, int64_t block, int64_t blocks) { \
-        if (bf16_shares(g)) \
+        if (g->tiles) \
             bf16_fill_panel(g, block, blocks, f##_weight_bytes(64) / 2, f##_scale_bytes(g->k), \
                              f##_scale_bytes(1024) / 32, f##_decode); \
     } \
@@ -288,17 +286,15 @@ typedef void (*bf16_few)(const kt_strip *now, bf16_stream stream, bf16_decode de
 KT_INLINE void bf16_decoded(const kt_strip *now, bf16_stream stream, kt_between between, kt_strip *last,
                             bf16_decode decode, bf16_few few, int64_t group, bf16_scale scale) {
     const kt_gemm *g = now->g;
-    if (!bf16_shares(g)) {
+    if (!g->tiles) {
         few(now, stream, decode, group, scale);
         return;
     }
 #ifdef KT_HAVE_TILES
-    if (g->tiles) {
-        bf16_tiles(now, g->work, stream.next, g->k / 16 * stream.each, between, last, group, scale);
-        return;
-    }
-#endif
+    bf16_tiles(now, g->work, stream.next, g->k / 16 * stream.each, between, last, group, scale);
+#else
     bf16_vectors(now, (bf16_stream){.w = g->work}, bf16_from_panel, group, scale);
+#endif
 }
 
 /* y = acc + bias */

@@ -71,6 +71,10 @@ KT_INLINE vi32 vi32_load_u16(const uint16_t *p) {
     return (vi32){_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)),
                   _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)))};
 }
+KT_INLINE vi32 vi32_load_s16(const int16_t *p) {
+    return (vi32){_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)),
+                  _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
 /* Lanes 0..7 are the lower, 8..15 the upper halves of 8 bytes. */
 KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -193,6 +197,24 @@ KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
                   _mm256_add_epi32(acc.hi, _mm256_madd_epi16(sum.hi, factor.hi))};
 }
 
+/* Plus the products of 16-bit halves with those of x. */
+KT_INLINE vi32 vi32_dot_s16(vi32 acc, vi32 words, int32_t x) {
+    const __m256i v = _mm256_set1_epi32(x);
+    return (vi32){_mm256_add_epi32(acc.lo, _mm256_madd_epi16(words.lo, v)),
+                  _mm256_add_epi32(acc.hi, _mm256_madd_epi16(words.hi, v))};
+}
+/* Nibble j of each 16 bits, an e2m1 code: 512 times its value. */
+KT_INLINE __m256i kt_e2m1_word(__m256i v, int64_t j) {
+    const __m128i twice = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m256i code = _mm256_and_si256(j & 1 ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(twice), code);
+    return j < 2 ? _mm256_slli_epi16(bytes, 8) : _mm256_and_si256(bytes, _mm256_set1_epi16((short)0xff00));
+}
+KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
+    const vi32 v = vi32_load((const int32_t *)p);
+    return (vi32){kt_e2m1_word(v.lo, j), kt_e2m1_word(v.hi, j)};
+}
+
 /* 16 registers: 4 rows x 1 block of accumulators, |w|, w, x and a product. */
 #define KT_S8_ROWS 4
 #define KT_S8_BLOCKS 1
@@ -200,6 +222,9 @@ KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
 /* Rows of the bf16 core at once, and blocks for one row: three accumulators each. */
 #define KT_BF16_ROWS 2
 #define KT_BF16_BLOCKS 1
+
+/* Rows of the int16 core at once: two accumulators each. */
+#define KT_S16_ROWS_MOST 4
 
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 2

@@ -45,6 +45,7 @@ KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
     return _mm512_cvtepu8_epi32(_mm_and_si128(_mm_unpacklo_epi64(bytes, high), _mm_set1_epi8(15)));
 }
 #define vi32_load_u16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define vi32_load_s16(p) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
 #define vi32_load_s8(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define vi32_store_u16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtepi32_epi16(v))
 #define vi32_store_s8(p, v) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(v))
@@ -109,7 +110,22 @@ KT_INLINE vi32 vshort_factor(vi32 v) { return vi32_or(vi32_shl(v, 16), vi32_and(
 KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
     return _mm512_add_epi32(acc, _mm512_madd_epi16(sum, factor));
 }
+
+/* Plus the products of 16-bit halves with those of x. */
+KT_INLINE vi32 vi32_dot_s16(vi32 acc, vi32 words, int32_t x) {
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(words, _mm512_set1_epi32(x)));
+}
 #endif
+
+/* Nibble j of each 16 bits, an e2m1 code: 512 times its value. vpermw looks at five bits of an index; the table repeats. */
+KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
+    static const int16_t table[32] = {0, 256,  512,  768,  1024,  1536,  2048,  3072,
+                                      0, -256, -512, -768, -1024, -1536, -2048, -3072,
+                                      0, 256,  512,  768,  1024,  1536,  2048,  3072,
+                                      0, -256, -512, -768, -1024, -1536, -2048, -3072};
+    const vi32 v = vi32_load(p);
+    return _mm512_permutexvar_epi16(j ? vi32_shr(v, 4 * (unsigned)j) : v, vi32_load(table));
+}
 
 /* 32 registers: 8 rows x 2 blocks of accumulators. */
 #define KT_S8_ROWS 8
@@ -118,6 +134,9 @@ KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
 /* Rows of the bf16 core at once, and blocks for one row: three accumulators each. */
 #define KT_BF16_ROWS 4
 #define KT_BF16_BLOCKS 2
+
+/* Rows of the int16 core at once: one accumulator each. */
+#define KT_S16_ROWS_MOST 4
 
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 4

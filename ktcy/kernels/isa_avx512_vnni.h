@@ -31,6 +31,11 @@ KT_INLINE __m512i vshort_add(__m512i acc, __m512i sum, __m512i factor) {
     return _mm512_dpwssd_epi32(acc, sum, factor);
 }
 
+/* Plus the products of 16-bit halves with those of x. */
+KT_INLINE __m512i vi32_dot_s16(__m512i acc, __m512i words, int32_t x) {
+    return _mm512_dpwssd_epi32(acc, words, _mm512_set1_epi32(x));
+}
+
 #ifndef KT_HAVE_PROBE
 #define KT_HAVE_PROBE
 KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {

@@ -142,6 +142,10 @@ KT_INLINE emu_m512i emu_cvtepu16_epi32(__m256i a) {
     return (emu_m512i){_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)),
                        _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))};
 }
+KT_INLINE emu_m512i emu_cvtepi16_epi32(__m256i a) {
+    return (emu_m512i){_mm256_cvtepi16_epi32(_mm256_castsi256_si128(a)),
+                       _mm256_cvtepi16_epi32(_mm256_extracti128_si256(a, 1))};
+}
 KT_INLINE emu_m512i emu_cvtepu8_epi32(__m128i a) {
     return (emu_m512i){_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
 }
@@ -160,6 +164,7 @@ KT_INLINE __m128i emu_cvtepi32_epi8(emu_m512i a) {
 }
 #define _mm512_cvtph_ps emu_cvtph_ps
 #define _mm512_cvtepu16_epi32 emu_cvtepu16_epi32
+#define _mm512_cvtepi16_epi32 emu_cvtepi16_epi32
 #define _mm512_cvtepu8_epi32 emu_cvtepu8_epi32
 #define _mm512_cvtepi8_epi32 emu_cvtepi8_epi32
 #define _mm512_cvtepi32_epi16 emu_cvtepi32_epi16
@@ -174,6 +179,17 @@ KT_INLINE emu_m512 emu_permutexvar_ps(emu_m512i index, emu_m512 table) {
     return (emu_m512){emu_permutexvar_half(index.lo, table), emu_permutexvar_half(index.hi, table)};
 }
 #define _mm512_permutexvar_ps emu_permutexvar_ps
+/* vpermw takes the lower five. */
+KT_INLINE emu_m512i emu_permutexvar_epi16(emu_m512i index, emu_m512i table) {
+    uint16_t at[32], from[32];
+    memcpy(at, &index, 64);
+    memcpy(from, &table, 64);
+    for (int i = 0; i < 32; i++)
+        at[i] = from[at[i] & 31];
+    memcpy(&index, at, 64);
+    return index;
+}
+#define _mm512_permutexvar_epi16 emu_permutexvar_epi16
 
 /* Lanes of yes where the mask is set. */
 KT_INLINE emu_m512i emu_blend(emu_m512i mask, emu_m512i no, emu_m512i yes) {

@@ -35,6 +35,7 @@
     X(vi16_mul, 64, 64, 0, 64, vi32_store(out, vi16_mul(vi32_load(a), vi32_load(b)))) \
     X(vi8_sub, 64, 64, 0, 64, vi32_store(out, vi8_sub(vi32_load(a), vi32_load(b)))) \
     X(vi32_load_s8, 16, 0, 0, 64, vi32_store(out, vi32_load_s8(a))) \
+    X(vi32_load_s16, 32, 0, 0, 64, vi32_store(out, vi32_load_s16(a))) \
     X(vi32_load_u16, 32, 0, 0, 64, vi32_store(out, vi32_load_u16(a))) \
     X(vi32_store_u16, 64, 0, 0, 32, vi32_store_u16(out, vi32_load(a))) \
     X(vi32_store_s8, 64, 0, 0, 16, vi32_store_s8(out, vi32_load(a))) \
@@ -49,6 +50,8 @@
     X(vi32_dot_s8, 64, 64, 8, 64, \
       vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
                                       ((const int32_t *)c)[1]))) \
+    X(vi32_dot_s16, 64, 64, 4, 64, \
+      vi32_store(out, vi32_dot_s16(vi32_load(a), vi32_load(b), *(const int32_t *)c))) \
     X(vshort_dot, 64, 64, 24, 64, \
       vi32_store(out, vshort_add(vi32_load(a), \
                                  vshort_dot(vshort_start(*(const int32_t *)c), vi32_load(b), ((const int32_t *)c)[1]), \
@@ -60,7 +63,8 @@
     X(name, bytes, 0, 0, 128, vf32 even; vf32 odd; load; vf32_store(out, even); vf32_store((float *)out + 16, odd))
 #define KT_NIBBLE_OPS(X, j) \
     KT_PAIR_OP(X, vf32_load_u4_##j, 64, vf32_load_u4(a, j, &even, &odd)) \
-    KT_PAIR_OP(X, vf32_load_e2m1_##j, 64, vf32_load_e2m1(a, j, &even, &odd))
+    KT_PAIR_OP(X, vf32_load_e2m1_##j, 64, vf32_load_e2m1(a, j, &even, &odd)) \
+    X(vi16_load_e2m1_##j, 64, 0, 0, 64, vi32_store(out, vi16_load_e2m1(a, j)))
 
 /* A is 32 rows x 64 bytes of activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */
 #ifdef KT_HAVE_TILES

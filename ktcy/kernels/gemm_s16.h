@@ -1,0 +1,202 @@
+/* The int16 core: integer codes times activations that are integers of 16 bits in units of their group (table.h).
+ *
+ * The sum of a group is exact in int32 and in float32 too: few rows take it from words, many in the bf16 core's tiles. */
+#ifndef KT_GEMM_S16_H
+#define KT_GEMM_S16_H
+
+#include "gemm_bf16.h"
+
+/* Of a group of a row: what one of its integers is worth, and their sum. */
+typedef struct {
+    float unit;
+    int32_t sum;
+} s16_group;
+
+/* Groups below are zero and rows that reach KT_S16_HUGE are NaN: no sum overflows or is lost below the normal numbers
+ * in tiles, which could not happen to integers. */
+#define KT_S16_TINY (127 - 100)
+#define KT_S16_HUGE (127 + 112)
+
+KT_INLINE int64_t s16_groups(int64_t k, int64_t group) { return (k + group - 1) / group; }
+KT_INLINE const s16_group *s16_of(const void *row, int64_t k) { return (const s16_group *)((const int16_t *)row + k); }
+KT_INLINE int64_t s16_bytes(int64_t k, int64_t group) {
+    const int64_t padded = kt_round_up(k, KT_KPAD);
+    return kt_round_up(2 * padded + s16_groups(padded, group) * (int64_t)sizeof(s16_group), 64);
+}
+
+/* Integers below 2^bits. */
+KT_INLINE void s16_quantize_as(const void *src, kt_dtype dtype, int64_t k, int64_t group, int bits, int16_t *row,
+                               kt_meta *meta) {
+    const int64_t padded = kt_round_up(k, KT_KPAD);
+    s16_group *of = (s16_group *)(row + padded);
+    int moderate = 1;
+    for (int64_t start = 0; start < padded; start += group, of++) {
+        const int64_t end = start + group < padded ? start + group : padded;
+        vi32 most = vi32_set1(0), sum = vi32_set1(0);
+        for (int64_t i = start; i < end; i += 16)
+            most = vi32_max(most, vi32_and(vf32_bits(bf16_rounded(kt_load_tail(src, dtype, i, k))),
+                                           vi32_set1(0x7fffffff)));
+        const int32_t exponent = vi32_hmax(most) >> 23;
+        if (exponent >= KT_S16_HUGE) {
+            memset(row, 0, (size_t)padded * sizeof *row);
+            for (int64_t g = 0; g < s16_groups(padded, group); g++)
+                ((s16_group *)(row + padded))[g] = (s16_group){__builtin_nanf(""), 0};
+            return;
+        }
+        if (exponent < KT_S16_TINY) {
+            memset(row + start, 0, (size_t)(end - start) * sizeof *row);
+            *of = (s16_group){0.0f, 0};
+            continue;
+        }
+        moderate &= exponent >= 127 - KT_MODERATE && exponent < 127 + KT_MODERATE;
+        const vf32 inverse = vi32_float(vi32_set1((2 * 127 + bits - 1 - exponent) << 23));
+        for (int64_t i = start; i < end; i += 16) {
+            const vi32 v = vi32_from_vf32(vf32_mul(bf16_rounded(kt_load_tail(src, dtype, i, k)), inverse));
+            sum = vi32_add(sum, v);
+            vi32_store_u16((uint16_t *)row + i, vi32_and(v, vi32_set1(0xffff)));
+        }
+        const int32_t unit = (exponent - bits + 1) << 23;
+        memcpy(&of->unit, &unit, sizeof unit);
+        of->sum = vi32_hsum(sum);
+    }
+    meta->sum = moderate;
+}
+
+KT_INLINE void s16_quantize(const void *src, kt_dtype dtype, int64_t k, int64_t group, int bits, void *row,
+                            kt_meta *meta) {
+    *meta = (kt_meta){1.0f, 0};
+    if (dtype == KT_F32)
+        s16_quantize_as(src, KT_F32, k, group, bits, row, meta);
+    else if (dtype == KT_F16)
+        s16_quantize_as(src, KT_F16, k, group, bits, row, meta);
+    else
+        s16_quantize_as(src, KT_BF16, k, group, bits, row, meta);
+}
+
+/* Values i .. i + 15 of a row, i in group number g. */
+KT_INLINE vf32 s16_values(const void *row, int64_t k, int64_t i, int64_t g) {
+    return vf32_mul(vf32_from_vi32(vi32_load_s16((const int16_t *)row + i)), vf32_set1(s16_of(row, k)[g].unit));
+}
+
+/* Tiles are those of the bf16 core. */
+KT_INLINE void s16_tile(const void *row, int64_t k, int64_t group, int64_t r, void *tiles) {
+    const int64_t bytes = bf16_panel_bytes(32) / 2;
+    char *p = (char *)tiles + r / 16 * 16 * bf16_panel_bytes(k) + r % 16 * bytes;
+    for (int64_t i = 0; i < k; i += 32, p += 16 * bytes)
+        for (int64_t j = 0; j < 32; j += 16) {
+            const vf32 v = row ? s16_values(row, k, i + j, i / group) : vf32_set1(0.0f);
+#ifdef KT_HAVE_TILES
+            vi32_store_u16((uint16_t *)p + j, vi32_shr(vf32_bits(v), 16));
+#else
+            vf32_store((float *)p + j, v);
+#endif
+        }
+}
+
+#define KT_S16_ROWS(name, group, bits) \
+    static int64_t name##_row_bytes(int64_t k) { return s16_bytes(k, group); } \
+    static int64_t name##_panel_bytes(int64_t k) { return bf16_panel_bytes(k); } \
+    static void name##_quantize(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta) { \
+        s16_quantize(src, dtype, k, group, bits, row, meta); \
+    } \
+    static void name##_tile(const void *row, int64_t k, int64_t r, void *tiles) { \
+        s16_tile(row, k, group, r, tiles); \
+    }
+KT_S16_ROWS(g32b15, 32, 15)
+KT_S16_ROWS(g32b14, 32, 14)
+KT_S16_ROWS(g32b12, 32, 12)
+KT_S16_ROWS(g64b14, 64, 14)
+KT_S16_ROWS(g128b13, 128, 13)
+
+/* How a format gives words; compile-time constants at each call. */
+typedef struct {
+    int64_t group;
+    int32_t zero; /* what is to be taken off every code */
+    /* Codes of 16 rows at k = i + 2 j (lower halves) and the one after it, j < 16. */
+    vi32 (*words)(const kt_strip *now, int64_t n, int64_t i, int64_t j);
+    bf16_scale scale;
+    bf16_scale zeros; /* or NULL: zero points of the 16 rows, likewise */
+} s16_codes;
+
+/* Sums of a few rows with a block or two, from block n on; see bf16_micro. One row has two chains a block. */
+KT_INLINE void s16_micro(int rows, int blocks, const int16_t *const *x, const kt_strip *now, int64_t n,
+                         bf16_stream stream, float (*c)[32], s16_codes f) {
+    const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each;
+    const char *w = stream.w + n * bytes, *next = n + blocks < now->blocks ? w + blocks * bytes : stream.next;
+    const int chains = rows == 1 ? 2 : 1;
+    for (int64_t i = 0, g = 0; i < k; g++) {
+        const int64_t start = i;
+        vi32 acc[KT_S16_ROWS_MOST][KT_BF16_BLOCKS][2];
+        KT_EACH {
+            acc[r][b][0] = vi32_set1(-f.zero * s16_of(x[r], k)[g].sum);
+            acc[r][b][1] = vi32_set1(0);
+        }
+        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32) {
+            const int64_t ahead = i / 32 * each + KT_AHEAD;
+            const char *fetch = ahead < bytes ? w + ahead : next + (ahead - bytes);
+            KT_UNROLL for (int b = 0; b < blocks; b++)
+                KT_PREFETCH(stream.next_scale + (n + b) * stream.scale_bytes + i / 32 * stream.scale_each);
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++) {
+                vi32 words[KT_BF16_BLOCKS];
+                KT_UNROLL for (int b = 0; b < blocks; b++)
+                    words[b] = f.words(now, n + b, i, j);
+                if (j * each % 1024 == 0)
+                    KT_UNROLL for (int b = 0; b < blocks; b++)
+                        KT_PREFETCH(fetch + b * bytes + j * each / 16);
+                KT_EACH {
+                    int32_t two;
+                    memcpy(&two, x[r] + i + 2 * j, sizeof two);
+                    acc[r][b][j % chains] = vi32_dot_s16(acc[r][b][j % chains], words[b], two);
+                }
+            }
+        }
+        vf32 scale[KT_BF16_BLOCKS], zeros[KT_BF16_BLOCKS];
+        KT_UNROLL for (int b = 0; b < blocks; b++) {
+            scale[b] = f.scale(now, n + b, start);
+            if (f.zeros)
+                zeros[b] = f.zeros(now, n + b, start);
+        }
+        KT_EACH {
+            const s16_group of = s16_of(x[r], k)[g];
+            vf32 sum = vf32_from_vi32(chains == 2 ? vi32_add(acc[r][b][0], acc[r][b][1]) : acc[r][b][0]);
+            if (f.zeros)
+                sum = vf32_fma(zeros[b], vf32_set1(-(float)of.sum), sum);
+            float *to = c[r] + KT_BLOCK * b;
+            vf32_store(to, vf32_fma(vf32_mul(sum, vf32_set1(of.unit)), scale[b],
+                                    start ? vf32_load(to) : vf32_set1(0.0f)));
+        }
+    }
+}
+
+/* The sums of a strip from rows where they lie. */
+KT_INLINE void s16_vectors(const kt_strip *now, bf16_stream stream, s16_codes f) {
+    const kt_gemm *g = now->g;
+    for (int64_t i = 0, count; i < now->rows; i += count) {
+        const int16_t *x[KT_S16_ROWS_MOST];
+        const int64_t left = now->rows - i;
+        count = left >= KT_S16_ROWS_MOST ? KT_S16_ROWS_MOST : left >= 2 ? 2 : 1;
+        for (int64_t j = 0; j < count; j++)
+            x[j] = (const int16_t *)((const char *)g->x + kt_row(g, now->first + i + j) * g->ldx);
+        bf16_stream s = stream;
+        if (i + count < now->rows || !s.next)
+            s.next = s.w;
+        if (!s.next_scale)
+            s.next_scale = s.w;
+        if (KT_BF16_BLOCKS > 1 && count == 1 && now->blocks == KT_BF16_BLOCKS) {
+            s16_micro(1, KT_BF16_BLOCKS, x, now, 0, s, &now->c.f32[i], f);
+            continue;
+        }
+        for (int64_t n = 0; n < now->blocks; n++) {
+            float(*c)[32] = (float(*)[32])(&now->c.f32[i][KT_BLOCK * n]);
+            if (count == 1)
+                s16_micro(1, 1, x, now, n, s, c, f);
+            else if (count == 2)
+                s16_micro(2, 1, x, now, n, s, c, f);
+            else
+                s16_micro(KT_S16_ROWS_MOST, 1, x, now, n, s, c, f);
+        }
+    }
+}
+
+#endif
