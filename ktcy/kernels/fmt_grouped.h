@@ -109,17 +109,12 @@ KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i
 }
 
 /* Line j of 16 as words: codes as they are stored. */
-KT_INLINE vi32 grouped_words(grouped f, const kt_strip *now, int64_t n, int64_t i, int64_t j) {
+KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j) {
     const int64_t lines = 16 / f.bits;
-    const char *w = (const char *)now->g->weight + (now->block + n) * grouped_weight_bytes(f, now->g->k) +
-                    i * 2 * f.bits + j / lines * 64;
-    const int32_t mask = (1 << f.bits) - 1;
-    const vi32 v = vi32_load((const int32_t *)w);
-    return vi32_and(j % lines ? vi32_shr(v, (unsigned)(j % lines * f.bits)) : v, vi32_set1(mask << 16 | mask));
-}
-KT_INLINE vf32 grouped_zeros(grouped f, const kt_strip *now, int64_t n, int64_t i) {
-    return vf32_from_vi32(vi32_load_u4((const uint8_t *)grouped_scales(f, now, n) +
-                                       32 * grouped_groups(f, now->g->k) + i / f.group * 8));
+    const vi32 v = vi32_load((const int32_t *)(w + j / lines * 64));
+    if (j % lines == lines - 1)
+        return vi16_shr(v, (unsigned)(16 - f.bits));
+    return vi32_and(v, vi32_set1(0x10001 * (((1 << f.bits) - 1) << j % lines * f.bits)));
 }
 
 #define KT_GROUPED(name, bits, group, zeros, dtype) \
@@ -139,16 +134,15 @@ KT_INLINE vf32 grouped_zeros(grouped f, const kt_strip *now, int64_t n, int64_t 
     KT_INLINE vf32 name##_scale(const kt_strip *now, int64_t n, int64_t i) { \
         return grouped_scale(name##_codes, now, n, i); \
     } \
-    KT_INLINE vi32 name##_words(const kt_strip *now, int64_t n, int64_t i, int64_t j) { \
-        return grouped_words(name##_codes, now, n, i, j); \
-    } \
-    KT_INLINE vf32 name##_zeros(const kt_strip *now, int64_t n, int64_t i) { \
-        return grouped_zeros(name##_codes, now, n, i); \
+    KT_INLINE vi32 name##_words(const char *w, int64_t j) { return grouped_words(name##_codes, w, j); } \
+    KT_INLINE vf32 name##_group_scale(const char *of, int64_t g) { return kt_load16(of + 32 * g, dtype); } \
+    KT_INLINE vf32 name##_zeros(const char *of, int64_t g, int64_t groups) { \
+        return vf32_from_vi32(vi32_load_u4((const uint8_t *)of + 32 * groups + 8 * g)); \
     } \
     KT_INLINE void name##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t every, \
                               bf16_scale scale) { \
-        s16_vectors(now, stream, (s16_codes){group, zeros ? 0 : 1 << (bits - 1), name##_words, name##_scale, \
-                                             zeros ? name##_zeros : NULL}); \
+        s16_vectors(now, stream, (s16_codes){group, bits, zeros ? 0 : 1 << (bits - 1), name##_words, \
+                                             name##_group_scale, zeros ? name##_zeros : NULL}); \
     } \
     KT_BF16_PRODUCTS(name, name##_few, group, name##_scale, bf16_value)
 

@@ -134,21 +134,19 @@ static void mxfp4_unpack(const void *weight, const void *scale, int64_t k, float
         }
 }
 
-KT_INLINE const char *mxfp4_line(const kt_strip *now, int64_t n, int64_t i, int64_t j) {
-    const int64_t bytes = KT_BLOCK * now->g->k / 2;
-    return (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
-}
 KT_INLINE void e2m1_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
-    vf32_load_e2m1(mxfp4_line(now, n, i, j), j % 4, even, odd);
+    const int64_t bytes = KT_BLOCK * now->g->k / 2;
+    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
+    vf32_load_e2m1(w, j % 4, even, odd);
 }
-KT_INLINE vi32 e2m1_words(const kt_strip *now, int64_t n, int64_t i, int64_t j) {
-    return vi16_load_e2m1(mxfp4_line(now, n, i, j), j % 4);
-}
+KT_INLINE vi32 e2m1_words(const char *w, int64_t j) { return vi16_load_e2m1(w + j / 4 * 64, j % 4); }
 /* Words are 512 times their values; scales that may come late are far from the ends of the exponents. */
-KT_INLINE vf32 e2m1_scale(const kt_strip *now, int64_t n, int64_t i) { return mx_scales(now, n, i, -9); }
+KT_INLINE vf32 e2m1_scale(const char *of, int64_t group) {
+    return vi32_float(vi32_shl(vi32_sub(vi32_load_u8((const uint8_t *)of + group * KT_BLOCK), vi32_set1(9)), 23));
+}
 KT_INLINE void mxfp4_words(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
                            bf16_scale scale) {
-    s16_vectors(now, stream, (s16_codes){KT_MX_GROUP, 0, e2m1_words, e2m1_scale, NULL});
+    s16_vectors(now, stream, (s16_codes){KT_MX_GROUP, 16, 0, e2m1_words, e2m1_scale, NULL});
 }
 /* Rows as the bf16 core's, one by one, in work: rows or scales as no model has them. */
 KT_INLINE void mxfp4_rows(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,

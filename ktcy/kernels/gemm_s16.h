@@ -108,63 +108,71 @@ KT_S16_ROWS(g32b12, 32, 12)
 KT_S16_ROWS(g64b14, 64, 14)
 KT_S16_ROWS(g128b13, 128, 13)
 
-/* How a format gives words; compile-time constants at each call. */
+/* How a format gives words; compile-time constants at each call. w: the codes of a block from a multiple of 32 values of
+ * K on; of: its scales; group: a group's number, of `groups`. */
 typedef struct {
     int64_t group;
+    int bits;     /* line j has its codes at bit j % (16 / bits) * bits, but the uppermost ones and those of 16 bits at 0 */
     int32_t zero; /* what is to be taken off every code */
-    /* Codes of 16 rows at k = i + 2 j (lower halves) and the one after it, j < 16. */
-    vi32 (*words)(const kt_strip *now, int64_t n, int64_t i, int64_t j);
-    bf16_scale scale;
-    bf16_scale zeros; /* or NULL: zero points of the 16 rows, likewise */
+    /* Codes of 16 rows at k = 2 j (lower halves) and the one after it, j < 16. */
+    vi32 (*words)(const char *w, int64_t j);
+    vf32 (*scale)(const char *of, int64_t group);
+    vf32 (*zeros)(const char *of, int64_t group, int64_t groups); /* or NULL: zero points */
 } s16_codes;
 
-/* Sums of a few rows with a block or two, from block n on; see bf16_micro. One row has two chains a block. */
+/* Sums of a few rows with a block or two, from block n on; see bf16_micro. A field of words has its own sum, since to mask
+ * it is less work than to shift it too. */
 KT_INLINE void s16_micro(int rows, int blocks, const int16_t *const *x, const kt_strip *now, int64_t n,
                          bf16_stream stream, float (*c)[32], s16_codes f) {
-    const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each;
+    const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each, groups = s16_groups(k, f.group);
     const char *w = stream.w + n * bytes, *next = n + blocks < now->blocks ? w + blocks * bytes : stream.next;
-    const int chains = rows == 1 ? 2 : 1;
-    for (int64_t i = 0, g = 0; i < k; g++) {
-        const int64_t start = i;
-        vi32 acc[KT_S16_ROWS_MOST][KT_BF16_BLOCKS][2];
+    const char *of = (const char *)now->g->scale + (now->block + n) * stream.scale_bytes;
+    const char *next_of = stream.next_scale + n * stream.scale_bytes;
+    const int fields = 16 / f.bits;
+    for (int64_t g = 0, i = 0; g < groups; g++) {
+        vi32 acc[KT_S16_ROWS_MOST][KT_BF16_BLOCKS][4];
         KT_EACH {
             acc[r][b][0] = vi32_set1(-f.zero * s16_of(x[r], k)[g].sum);
-            acc[r][b][1] = vi32_set1(0);
+            KT_UNROLL for (int p = 1; p < fields; p++)
+                acc[r][b][p] = vi32_set1(0);
         }
-        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32) {
+        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32, w += each, next_of += stream.scale_each) {
             const int64_t ahead = i / 32 * each + KT_AHEAD;
-            const char *fetch = ahead < bytes ? w + ahead : next + (ahead - bytes);
+            const char *fetch = ahead < bytes ? w + KT_AHEAD : next + (ahead - bytes);
             KT_UNROLL for (int b = 0; b < blocks; b++)
-                KT_PREFETCH(stream.next_scale + (n + b) * stream.scale_bytes + i / 32 * stream.scale_each);
+                KT_PREFETCH(next_of + b * stream.scale_bytes);
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) {
                 vi32 words[KT_BF16_BLOCKS];
                 KT_UNROLL for (int b = 0; b < blocks; b++)
-                    words[b] = f.words(now, n + b, i, j);
+                    words[b] = f.words(w + b * bytes, j);
                 if (j * each % 1024 == 0)
                     KT_UNROLL for (int b = 0; b < blocks; b++)
                         KT_PREFETCH(fetch + b * bytes + j * each / 16);
                 KT_EACH {
                     int32_t two;
                     memcpy(&two, x[r] + i + 2 * j, sizeof two);
-                    acc[r][b][j % chains] = vi32_dot_s16(acc[r][b][j % chains], words[b], two);
+                    acc[r][b][j % fields] = vi32_dot_s16(acc[r][b][j % fields], words[b], two);
                 }
             }
         }
         vf32 scale[KT_BF16_BLOCKS], zeros[KT_BF16_BLOCKS];
         KT_UNROLL for (int b = 0; b < blocks; b++) {
-            scale[b] = f.scale(now, n + b, start);
+            scale[b] = f.scale(of + b * stream.scale_bytes, g);
             if (f.zeros)
-                zeros[b] = f.zeros(now, n + b, start);
+                zeros[b] = f.zeros(of + b * stream.scale_bytes, g, groups);
         }
         KT_EACH {
-            const s16_group of = s16_of(x[r], k)[g];
-            vf32 sum = vf32_from_vi32(chains == 2 ? vi32_add(acc[r][b][0], acc[r][b][1]) : acc[r][b][0]);
+            const s16_group x_of = s16_of(x[r], k)[g];
+            KT_UNROLL for (int p = 1; p < fields; p++)
+                acc[r][b][0] = vi32_add(acc[r][b][0], p + 1 < fields ? vi32_sar(acc[r][b][p], (unsigned)(p * f.bits))
+                                                                     : acc[r][b][p]);
+            vf32 sum = vf32_from_vi32(acc[r][b][0]);
             if (f.zeros)
-                sum = vf32_fma(zeros[b], vf32_set1(-(float)of.sum), sum);
+                sum = vf32_fma(zeros[b], vf32_set1(-(float)x_of.sum), sum);
             float *to = c[r] + KT_BLOCK * b;
-            vf32_store(to, vf32_fma(vf32_mul(sum, vf32_set1(of.unit)), scale[b],
-                                    start ? vf32_load(to) : vf32_set1(0.0f)));
+            vf32_store(to, vf32_fma(vf32_mul(sum, vf32_set1(x_of.unit)), scale[b],
+                                    g ? vf32_load(to) : vf32_set1(0.0f)));
         }
     }
 }

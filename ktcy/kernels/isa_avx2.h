@@ -62,6 +62,8 @@ KT_INLINE vi32 vf32_bits(vf32 a) { return (vi32){_mm256_castps_si256(a.lo), _mm2
 KT_INLINE vf32 vi32_float(vi32 a) { return (vf32){_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 #define vi32_shl(a, n) ((vi32){_mm256_slli_epi32((a).lo, n), _mm256_slli_epi32((a).hi, n)})
 #define vi32_shr(a, n) ((vi32){_mm256_srli_epi32((a).lo, n), _mm256_srli_epi32((a).hi, n)})
+#define vi32_sar(a, n) ((vi32){_mm256_srai_epi32((a).lo, n), _mm256_srai_epi32((a).hi, n)})
+#define vi16_shr(a, n) ((vi32){_mm256_srli_epi16((a).lo, n), _mm256_srli_epi16((a).hi, n)})
 KT_INLINE vi32 vi32_select_gt(vi32 a, vi32 b, vi32 yes, vi32 no) {
     return (vi32){_mm256_blendv_epi8(no.lo, yes.lo, _mm256_cmpgt_epi32(a.lo, b.lo)),
                   _mm256_blendv_epi8(no.hi, yes.hi, _mm256_cmpgt_epi32(a.hi, b.hi))};
@@ -200,8 +202,11 @@ KT_INLINE vi32 vshort_add(vi32 acc, vi32 sum, vi32 factor) {
 /* Plus the products of 16-bit halves with those of x. */
 KT_INLINE vi32 vi32_dot_s16(vi32 acc, vi32 words, int32_t x) {
     const __m256i v = _mm256_set1_epi32(x);
-    return (vi32){_mm256_add_epi32(acc.lo, _mm256_madd_epi16(words.lo, v)),
-                  _mm256_add_epi32(acc.hi, _mm256_madd_epi16(words.hi, v))};
+    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(words.lo, v));
+    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(words.hi, v));
+    /* gcc would add in another order and run out of registers. */
+    __asm__("" : "+x"(acc.lo), "+x"(acc.hi));
+    return acc;
 }
 /* Nibble j of each 16 bits, an e2m1 code: 512 times its value. */
 KT_INLINE __m256i kt_e2m1_word(__m256i v, int64_t j) {

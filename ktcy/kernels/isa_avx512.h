@@ -31,6 +31,8 @@ typedef __m512i vi32;
 #define vi32_set1 _mm512_set1_epi32
 #define vi32_shl(a, n) _mm512_slli_epi32(a, n)
 #define vi32_shr(a, n) _mm512_srli_epi32(a, n)
+#define vi32_sar(a, n) _mm512_srai_epi32(a, n)
+#define vi16_shr(a, n) _mm512_srli_epi16(a, n)
 #define vi32_from_vf32 _mm512_cvtps_epi32
 #define vf32_from_vi32 _mm512_cvtepi32_ps
 #define vf32_bits _mm512_castps_si512

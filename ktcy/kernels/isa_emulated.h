@@ -129,10 +129,14 @@ KT_INLINE emu_m512 emu_cvtepi32_ps(emu_m512i a) {
  * bits, the scale, are zero here. */
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi32
+#undef _mm512_srai_epi32
+#undef _mm512_srli_epi16
 #undef _mm512_roundscale_ps
 #undef _mm512_cvtps_ph
 #define _mm512_slli_epi32(a, n) ((emu_m512i){_mm256_slli_epi32((a).lo, n), _mm256_slli_epi32((a).hi, n)})
 #define _mm512_srli_epi32(a, n) ((emu_m512i){_mm256_srli_epi32((a).lo, n), _mm256_srli_epi32((a).hi, n)})
+#define _mm512_srai_epi32(a, n) ((emu_m512i){_mm256_srai_epi32((a).lo, n), _mm256_srai_epi32((a).hi, n)})
+#define _mm512_srli_epi16(a, n) ((emu_m512i){_mm256_srli_epi16((a).lo, n), _mm256_srli_epi16((a).hi, n)})
 #define _mm512_roundscale_ps(a, mode) ((emu_m512){_mm256_round_ps((a).lo, mode), _mm256_round_ps((a).hi, mode)})
 #define _mm512_cvtps_ph(a, mode) _mm256_set_m128i(_mm256_cvtps_ph((a).hi, mode), _mm256_cvtps_ph((a).lo, mode))
 KT_INLINE emu_m512 emu_cvtph_ps(__m256i a) {
