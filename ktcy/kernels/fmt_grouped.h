@@ -109,12 +109,13 @@ KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i
 }
 
 /* Line j of 16 as words: codes as they are stored. */
-KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j) {
+KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j, int in_place) {
     const int64_t lines = 16 / f.bits;
     const vi32 v = vi32_load((const int32_t *)(w + j / lines * 64));
     if (j % lines == lines - 1)
         return vi16_shr(v, (unsigned)(16 - f.bits));
-    return vi32_and(v, vi32_set1(0x10001 * (((1 << f.bits) - 1) << j % lines * f.bits)));
+    const int64_t at = j % lines * f.bits, mask = ((1 << f.bits) - 1) << (in_place ? at : 0);
+    return vi32_and(in_place || !at ? v : vi32_shr(v, (unsigned)at), vi32_set1((int32_t)(0x10001 * mask)));
 }
 
 #define KT_GROUPED(name, bits, group, zeros, dtype) \
@@ -134,7 +135,9 @@ KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j) {
     KT_INLINE vf32 name##_scale(const kt_strip *now, int64_t n, int64_t i) { \
         return grouped_scale(name##_codes, now, n, i); \
     } \
-    KT_INLINE vi32 name##_words(const char *w, int64_t j) { return grouped_words(name##_codes, w, j); } \
+    KT_INLINE vi32 name##_words(const char *w, int64_t j, int in_place) { \
+        return grouped_words(name##_codes, w, j, in_place); \
+    } \
     KT_INLINE vf32 name##_group_scale(const char *of, int64_t g) { return kt_load16(of + 32 * g, dtype); } \
     KT_INLINE vf32 name##_zeros(const char *of, int64_t g, int64_t groups) { \
         return vf32_from_vi32(vi32_load_u4((const uint8_t *)of + 32 * groups + 8 * g)); \

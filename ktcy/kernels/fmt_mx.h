@@ -139,7 +139,7 @@ KT_INLINE void e2m1_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, v
     const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
     vf32_load_e2m1(w, j % 4, even, odd);
 }
-KT_INLINE vi32 e2m1_words(const char *w, int64_t j) { return vi16_load_e2m1(w + j / 4 * 64, j % 4); }
+KT_INLINE vi32 e2m1_words(const char *w, int64_t j, int in_place) { return vi16_load_e2m1(w + j / 4 * 64, j % 4); }
 /* Words are 512 times their values; scales that may come late are far from the ends of the exponents. */
 KT_INLINE vf32 e2m1_scale(const char *of, int64_t group) {
     return vi32_float(vi32_shl(vi32_sub(vi32_load_u8((const uint8_t *)of + group * KT_BLOCK), vi32_set1(9)), 23));

@@ -112,23 +112,24 @@ KT_S16_ROWS(g128b13, 128, 13)
  * K on; of: its scales; group: a group's number, of `groups`. */
 typedef struct {
     int64_t group;
-    int bits;     /* line j has its codes at bit j % (16 / bits) * bits, but the uppermost ones and those of 16 bits at 0 */
+    int bits; /* of a field of words */
     int32_t zero; /* what is to be taken off every code */
-    /* Codes of 16 rows at k = 2 j (lower halves) and the one after it, j < 16. */
-    vi32 (*words)(const char *w, int64_t j);
+    /* Codes of 16 rows at k = 2 j (lower halves) and the one after it, j < 16; in place: at bit j % (16 / bits) * bits but
+     * for the uppermost field. */
+    vi32 (*words)(const char *w, int64_t j, int in_place);
     vf32 (*scale)(const char *of, int64_t group);
     vf32 (*zeros)(const char *of, int64_t group, int64_t groups); /* or NULL: zero points */
 } s16_codes;
 
-/* Sums of a few rows with a block or two, from block n on; see bf16_micro. A field of words has its own sum, since to mask
- * it is less work than to shift it too. */
+/* Sums of a few rows with a block or two, from block n on; see bf16_micro. For one row a field of words has its own sum:
+ * to mask it is less work than to shift it too. */
 KT_INLINE void s16_micro(int rows, int blocks, const int16_t *const *x, const kt_strip *now, int64_t n,
                          bf16_stream stream, float (*c)[32], s16_codes f) {
     const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each, groups = s16_groups(k, f.group);
     const char *w = stream.w + n * bytes, *next = n + blocks < now->blocks ? w + blocks * bytes : stream.next;
     const char *of = (const char *)now->g->scale + (now->block + n) * stream.scale_bytes;
     const char *next_of = stream.next_scale + n * stream.scale_bytes;
-    const int fields = 16 / f.bits;
+    const int fields = rows == 1 ? 16 / f.bits : 1;
     for (int64_t g = 0, i = 0; g < groups; g++) {
         vi32 acc[KT_S16_ROWS_MOST][KT_BF16_BLOCKS][4];
         KT_EACH {
@@ -145,7 +146,7 @@ KT_INLINE void s16_micro(int rows, int blocks, const int16_t *const *x, const kt
             for (int j = 0; j < 16; j++) {
                 vi32 words[KT_BF16_BLOCKS];
                 KT_UNROLL for (int b = 0; b < blocks; b++)
-                    words[b] = f.words(w + b * bytes, j);
+                    words[b] = f.words(w + b * bytes, j, rows == 1);
                 if (j * each % 1024 == 0)
                     KT_UNROLL for (int b = 0; b < blocks; b++)
                         KT_PREFETCH(fetch + b * bytes + j * each / 16);
