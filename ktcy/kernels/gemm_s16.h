@@ -78,8 +78,8 @@ KT_INLINE vf32 s16_values(const void *row, int64_t k, int64_t i, int64_t g) {
     return vf32_mul(vf32_from_vi32(vi32_load_s16((const int16_t *)row + i)), vf32_set1(s16_of(row, k)[g].unit));
 }
 
-/* Tiles are those of the bf16 core. */
-KT_INLINE void s16_tile(const void *row, int64_t k, int64_t group, int64_t r, void *tiles) {
+/* As the bf16 core's. */
+KT_INLINE void s16_tile_as_bf16(const void *row, int64_t k, int64_t group, int64_t r, void *tiles) {
     const int64_t bytes = bf16_panel_bytes(32) / 2;
     char *p = (char *)tiles + r / 16 * 16 * bf16_panel_bytes(k) + r % 16 * bytes;
     for (int64_t i = 0; i < k; i += 32, p += 16 * bytes)
@@ -92,21 +92,43 @@ KT_INLINE void s16_tile(const void *row, int64_t k, int64_t group, int64_t r, vo
 #endif
         }
 }
+/* 16 x 32 integers, then the groups of each of the 16 rows. */
+KT_INLINE int64_t s16_panel_bytes(int64_t k, int64_t group) {
+    const int64_t padded = kt_round_up(k, KT_KPAD);
+    return 2 * padded + s16_groups(padded, group) * (int64_t)sizeof(s16_group);
+}
+KT_INLINE void s16_tile(const void *row, int64_t k, int64_t group, int64_t r, void *tiles) {
+    const int64_t groups = s16_groups(k, group) * (int64_t)sizeof(s16_group);
+    char *tile = (char *)tiles + r / 16 * 16 * s16_panel_bytes(k, group);
+    char *p = tile + r % 16 * 64, *of = tile + 32 * k + r % 16 * groups;
+    for (int64_t i = 0; i < k; i += 32, p += 1024)
+        if (row)
+            memcpy(p, (const int16_t *)row + i, 64);
+        else
+            memset(p, 0, 64);
+    if (row)
+        memcpy(of, s16_of(row, k), (size_t)groups);
+    else
+        memset(of, 0, (size_t)groups);
+}
 
-#define KT_S16_ROWS(name, group, bits) \
+#define KT_S16_ROWS(name, group, bits, panel, put) \
     static int64_t name##_row_bytes(int64_t k) { return s16_bytes(k, group); } \
-    static int64_t name##_panel_bytes(int64_t k) { return bf16_panel_bytes(k); } \
+    static int64_t name##_panel_bytes(int64_t k) { return panel; } \
     static void name##_quantize(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta) { \
         s16_quantize(src, dtype, k, group, bits, row, meta); \
     } \
-    static void name##_tile(const void *row, int64_t k, int64_t r, void *tiles) { \
-        s16_tile(row, k, group, r, tiles); \
-    }
-KT_S16_ROWS(g32b15, 32, 15)
-KT_S16_ROWS(g32b14, 32, 14)
-KT_S16_ROWS(g32b12, 32, 12)
-KT_S16_ROWS(g64b14, 64, 14)
-KT_S16_ROWS(g128b13, 128, 13)
+    static void name##_tile(const void *row, int64_t k, int64_t r, void *tiles) { put(row, k, group, r, tiles); }
+#ifdef KT_HAVE_TILES
+#define KT_S16_TILED(name, group, bits) KT_S16_ROWS(name, group, bits, bf16_panel_bytes(k), s16_tile_as_bf16)
+#else
+#define KT_S16_TILED(name, group, bits) KT_S16_ROWS(name, group, bits, s16_panel_bytes(k, group), s16_tile)
+#endif
+KT_S16_TILED(g32b15, 32, 15)
+KT_S16_TILED(g32b12, 32, 12)
+KT_S16_TILED(g64b14, 64, 14)
+KT_S16_TILED(g128b13, 128, 13)
+KT_S16_ROWS(mx32b14, 32, 14, bf16_panel_bytes(k), s16_tile_as_bf16)
 
 /* How a format gives words; compile-time constants at each call. w: the codes of a block from a multiple of 32 values of
  * K on; of: its scales; group: a group's number, of `groups`. */
@@ -121,50 +143,59 @@ typedef struct {
     vf32 (*zeros)(const char *of, int64_t group, int64_t groups); /* or NULL: zero points */
 } s16_codes;
 
-/* Sums of a few rows with a block or two, from block n on; see bf16_micro. For one row a field of words has its own sum:
- * to mask it is less work than to shift it too. */
-KT_INLINE void s16_micro(int rows, int blocks, const int16_t *const *x, const kt_strip *now, int64_t n,
-                         bf16_stream stream, float (*c)[32], s16_codes f) {
-    const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each, groups = s16_groups(k, f.group);
-    const char *w = stream.w + n * bytes, *next = n + blocks < now->blocks ? w + blocks * bytes : stream.next;
-    const char *of = (const char *)now->g->scale + (now->block + n) * stream.scale_bytes;
-    const char *next_of = stream.next_scale + n * stream.scale_bytes;
+/* Rows of x: their integers, `step` from one 32 values of K to the next, and their groups. */
+typedef struct {
+    const int16_t *q[KT_S16_TILE_ROWS];
+    const s16_group *of[KT_S16_TILE_ROWS];
+    int64_t step;
+} s16_rows;
+
+/* Sums of rows with a block or two at w, whose scales are at of; scale_bytes from one block's to the next. For one row a
+ * field of words has its own sum: to mask it is less work than to shift it too. next: as of bf16_stream, or NULL. */
+KT_INLINE void s16_micro(int rows, int blocks, s16_rows x, int64_t k, const char *w, int64_t each, const char *of,
+                         int64_t scale_bytes, const bf16_stream *next, float (*c)[32], s16_codes f) {
+    const int64_t bytes = k / 32 * each, groups = s16_groups(k, f.group);
+    const char *next_of = next ? next->next_scale : NULL;
     const int fields = rows == 1 ? 16 / f.bits : 1;
-    for (int64_t g = 0, i = 0; g < groups; g++) {
-        vi32 acc[KT_S16_ROWS_MOST][KT_BF16_BLOCKS][4];
+    for (int64_t g = 0, i = 0, at = 0; g < groups; g++) {
+        vi32 acc[KT_S16_TILE_ROWS][2][4];
         KT_EACH {
-            acc[r][b][0] = vi32_set1(-f.zero * s16_of(x[r], k)[g].sum);
+            acc[r][b][0] = vi32_set1(-f.zero * x.of[r][g].sum);
             KT_UNROLL for (int p = 1; p < fields; p++)
                 acc[r][b][p] = vi32_set1(0);
         }
-        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32, w += each, next_of += stream.scale_each) {
+        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32, at += x.step, w += each) {
             const int64_t ahead = i / 32 * each + KT_AHEAD;
-            const char *fetch = ahead < bytes ? w + KT_AHEAD : next + (ahead - bytes);
-            KT_UNROLL for (int b = 0; b < blocks; b++)
-                KT_PREFETCH(next_of + b * stream.scale_bytes);
+            const char *fetch = NULL;
+            if (next) {
+                fetch = ahead < bytes ? w + KT_AHEAD : next->next + (ahead - bytes);
+                KT_UNROLL for (int b = 0; b < blocks; b++)
+                    KT_PREFETCH(next_of + b * scale_bytes);
+                next_of += next->scale_each;
+            }
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) {
-                vi32 words[KT_BF16_BLOCKS];
+                vi32 words[2];
                 KT_UNROLL for (int b = 0; b < blocks; b++)
                     words[b] = f.words(w + b * bytes, j, rows == 1);
-                if (j * each % 1024 == 0)
+                if (next && j * each % 1024 == 0)
                     KT_UNROLL for (int b = 0; b < blocks; b++)
                         KT_PREFETCH(fetch + b * bytes + j * each / 16);
                 KT_EACH {
                     int32_t two;
-                    memcpy(&two, x[r] + i + 2 * j, sizeof two);
+                    memcpy(&two, x.q[r] + at + 2 * j, sizeof two);
                     acc[r][b][j % fields] = vi32_dot_s16(acc[r][b][j % fields], words[b], two);
                 }
             }
         }
-        vf32 scale[KT_BF16_BLOCKS], zeros[KT_BF16_BLOCKS];
+        vf32 scale[2], zeros[2];
         KT_UNROLL for (int b = 0; b < blocks; b++) {
-            scale[b] = f.scale(of + b * stream.scale_bytes, g);
+            scale[b] = f.scale(of + b * scale_bytes, g);
             if (f.zeros)
-                zeros[b] = f.zeros(of + b * stream.scale_bytes, g, groups);
+                zeros[b] = f.zeros(of + b * scale_bytes, g, groups);
         }
         KT_EACH {
-            const s16_group x_of = s16_of(x[r], k)[g];
+            const s16_group x_of = x.of[r][g];
             KT_UNROLL for (int p = 1; p < fields; p++)
                 acc[r][b][0] = vi32_add(acc[r][b][0], p + 1 < fields ? vi32_sar(acc[r][b][p], (unsigned)(p * f.bits))
                                                                      : acc[r][b][p]);
@@ -181,31 +212,108 @@ KT_INLINE void s16_micro(int rows, int blocks, const int16_t *const *x, const kt
 /* The sums of a strip from rows where they lie. */
 KT_INLINE void s16_vectors(const kt_strip *now, bf16_stream stream, s16_codes f) {
     const kt_gemm *g = now->g;
+    const int64_t k = g->k, bytes = k / 32 * stream.each;
     for (int64_t i = 0, count; i < now->rows; i += count) {
-        const int16_t *x[KT_S16_ROWS_MOST];
         const int64_t left = now->rows - i;
-        count = left >= KT_S16_ROWS_MOST ? KT_S16_ROWS_MOST : left >= 2 ? 2 : 1;
-        for (int64_t j = 0; j < count; j++)
-            x[j] = (const int16_t *)((const char *)g->x + kt_row(g, now->first + i + j) * g->ldx);
+        s16_rows x = {.step = 32};
+        count = left >= KT_S16_FEW_ROWS ? KT_S16_FEW_ROWS : left >= 2 ? 2 : 1;
+        for (int64_t j = 0; j < count; j++) {
+            x.q[j] = (const int16_t *)((const char *)g->x + kt_row(g, now->first + i + j) * g->ldx);
+            x.of[j] = s16_of(x.q[j], k);
+        }
         bf16_stream s = stream;
         if (i + count < now->rows || !s.next)
             s.next = s.w;
         if (!s.next_scale)
             s.next_scale = s.w;
-        if (KT_BF16_BLOCKS > 1 && count == 1 && now->blocks == KT_BF16_BLOCKS) {
-            s16_micro(1, KT_BF16_BLOCKS, x, now, 0, s, &now->c.f32[i], f);
-            continue;
-        }
-        for (int64_t n = 0; n < now->blocks; n++) {
+        const int64_t together = count == 1 && now->blocks == KT_BF16_BLOCKS ? KT_BF16_BLOCKS : 1;
+        for (int64_t n = 0; n < now->blocks; n += together) {
+            const char *w = stream.w + n * bytes, *of = (const char *)g->scale + (now->block + n) * s.scale_bytes;
             float(*c)[32] = (float(*)[32])(&now->c.f32[i][KT_BLOCK * n]);
-            if (count == 1)
-                s16_micro(1, 1, x, now, n, s, c, f);
+            bf16_stream next = s;
+            if (n + together < now->blocks)
+                next.next = w + bytes;
+            next.next_scale += n * s.scale_bytes;
+            if (KT_BF16_BLOCKS > 1 && together > 1)
+                s16_micro(1, KT_BF16_BLOCKS, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
+            else if (count == 1)
+                s16_micro(1, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
             else if (count == 2)
-                s16_micro(2, 1, x, now, n, s, c, f);
+                s16_micro(2, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
             else
-                s16_micro(KT_S16_ROWS_MOST, 1, x, now, n, s, c, f);
+                s16_micro(KT_S16_FEW_ROWS, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
         }
     }
 }
+
+#ifdef KT_HAVE_TILES
+#define KT_S16_PRODUCTS(f, codes, few, group, scale, value) KT_BF16_PRODUCTS(f, few, group, scale, value)
+#else
+/* Codes less their zero points as words, in kt_gemm.work: what bf16_fill_panel is for bfloat16. */
+KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, int64_t each, int64_t scale_bytes,
+                              int64_t scale_each, s16_codes f) {
+    const int64_t groups = s16_groups(g->k, f.group);
+    const char *from = (const char *)g->weight + block * (g->k / 32 * each);
+    for (int64_t n = 0; n < blocks; n++) {
+        const char *of = (const char *)g->scale + (block + n) * scale_bytes;
+        for (int64_t i = 0; i < g->k; i += 32, from += each) {
+            char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
+            vi32 zero = vi32_set1(0x10001 * f.zero);
+            if (f.zeros) {
+                zero = vi32_from_vf32(f.zeros(of, i / f.group, groups));
+                zero = vi32_or(zero, vi32_shl(zero, 16));
+            }
+            KT_PREFETCH(of + i / 32 * scale_each);
+#pragma GCC unroll 16
+            for (int64_t j = 0; j < 16; j++) {
+                if (j * each % 1024 == 0)
+                    KT_PREFETCH(from + KT_AHEAD + j * each / 16);
+                vi32_store((int32_t *)(w + 64 * j), vi16_sub(f.words(from, j, 0), zero));
+            }
+        }
+    }
+}
+KT_INLINE vi32 s16_panel_words(const char *w, int64_t j, int in_place) {
+    return vi32_load((const int32_t *)(w + 64 * j));
+}
+/* The sums of a strip from tiles and a panel. Tiles are whole: what lies past the rows gives sums that nobody reads. */
+KT_INLINE void s16_from_panel(const kt_strip *now, int64_t scale_bytes, s16_codes f) {
+    const kt_gemm *g = now->g;
+    const int64_t k = g->k, each = 64 * 16, groups = s16_groups(k, f.group);
+    const s16_codes words = {f.group, 16, 0, s16_panel_words, f.scale, NULL};
+    for (int64_t i = 0; i < now->rows; i += KT_S16_TILE_ROWS) {
+        s16_rows x = {.step = 16 * 32};
+        const char *tile = (const char *)g->tiles + (now->first + i) / 16 * 16 * s16_panel_bytes(k, f.group);
+        for (int64_t j = 0, r = i % 16; j < KT_S16_TILE_ROWS; j++, r++) {
+            x.q[j] = (const int16_t *)tile + r * 32;
+            x.of[j] = (const s16_group *)(tile + 32 * k) + r * groups;
+        }
+        for (int64_t n = 0; n < now->blocks; n += KT_S16_TILE_BLOCKS) {
+            const char *w = (const char *)g->work + n * bf16_block_bytes(k);
+            const char *of = (const char *)g->scale + (now->block + n) * scale_bytes;
+            float(*c)[32] = (float(*)[32])(&now->c.f32[i][KT_BLOCK * n]);
+            if (KT_S16_TILE_BLOCKS > 1 && now->blocks == KT_S16_TILE_BLOCKS)
+                s16_micro(KT_S16_TILE_ROWS, KT_S16_TILE_BLOCKS, x, k, w, each, of, scale_bytes, NULL, c, words);
+            else
+                s16_micro(KT_S16_TILE_ROWS, 1, x, k, w, each, of, scale_bytes, NULL, c, words);
+        }
+    }
+}
+#define KT_S16_PRODUCTS(f, codes, few, group, scale, value) \
+    static int64_t f##_work_bytes(int64_t k) { return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)); } \
+    static void f##_panel(const kt_gemm *g, int64_t block, int64_t blocks) { \
+        if (g->tiles) \
+            s16_fill_panel(g, block, blocks, f##_weight_bytes(64) / 2, f##_scale_bytes(g->k), \
+                           f##_scale_bytes(1024) / 32, codes); \
+    } \
+    static void f##_product(const kt_strip *now, kt_between between, kt_strip *last) { \
+        if (now->g->tiles) \
+            s16_from_panel(now, f##_scale_bytes(now->g->k), codes); \
+        else \
+            s16_vectors(now, bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), \
+                                         f##_scale_bytes(1024) / 32), codes); \
+    } \
+    KT_PRODUCTS(f, f##_panel, f##_product, value)
+#endif
 
 #endif

@@ -32,6 +32,7 @@ KT_I32_BINARY(vi32_max, _mm256_max_epi32)
 KT_INLINE vi32 vi32_and_or(vi32 a, vi32 mask, vi32 b) { return vi32_or(vi32_and(a, mask), b); }
 KT_I32_BINARY(vi32_xor, _mm256_xor_si256)
 KT_I32_BINARY(vi16_mul, _mm256_mullo_epi16)
+KT_I32_BINARY(vi16_sub, _mm256_sub_epi16)
 KT_I32_BINARY(vi8_sub, _mm256_sub_epi8)
 
 KT_INLINE vf32 vf32_load(const float *p) { return (vf32){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -228,8 +229,10 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 #define KT_BF16_ROWS 2
 #define KT_BF16_BLOCKS 1
 
-/* Rows of the int16 core at once: two accumulators each. */
-#define KT_S16_ROWS_MOST 4
+/* Rows of the int16 core at once, few and from tiles, and blocks of the latter: two accumulators each. */
+#define KT_S16_FEW_ROWS 4
+#define KT_S16_TILE_ROWS 4
+#define KT_S16_TILE_BLOCKS 1
 
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 2

@@ -25,6 +25,7 @@ typedef __m512i vi32;
 #define vi32_max _mm512_max_epi32
 #define vi32_xor _mm512_xor_si512
 #define vi16_mul _mm512_mullo_epi16
+#define vi16_sub _mm512_sub_epi16
 #define vi8_sub _mm512_sub_epi8
 #define vi32_load(p) _mm512_loadu_si512(p)
 #define vi32_store(p, v) _mm512_storeu_si512(p, v)
@@ -137,8 +138,10 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 #define KT_BF16_ROWS 4
 #define KT_BF16_BLOCKS 2
 
-/* Rows of the int16 core at once: one accumulator each. */
-#define KT_S16_ROWS_MOST 4
+/* Rows of the int16 core at once, few and from tiles, and blocks of the latter: one accumulator each. */
+#define KT_S16_FEW_ROWS 4
+#define KT_S16_TILE_ROWS 8
+#define KT_S16_TILE_BLOCKS 2
 
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 4

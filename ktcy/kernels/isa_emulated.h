@@ -36,6 +36,7 @@ EMU_PS(emu_min_ps, _mm256_min_ps)
 EMU_PS(emu_max_ps, _mm256_max_ps)
 EMU_SI(emu_add_epi32, _mm256_add_epi32)
 EMU_SI(emu_sub_epi32, _mm256_sub_epi32)
+EMU_SI(emu_sub_epi16, _mm256_sub_epi16)
 EMU_SI(emu_sub_epi8, _mm256_sub_epi8)
 EMU_SI(emu_add_epi16, _mm256_add_epi16)
 EMU_SI(emu_mullo_epi16, _mm256_mullo_epi16)
@@ -60,6 +61,7 @@ EMU_SI(emu_madd_epi16, _mm256_madd_epi16)
 #define _mm512_or_si512 emu_or_si512
 #define _mm512_xor_si512 emu_xor_si512
 #define _mm512_cmpgt_epi32_mask emu_cmpgt_epi32
+#define _mm512_sub_epi16 emu_sub_epi16
 #define _mm512_sub_epi8 emu_sub_epi8
 #define _mm512_add_epi16 emu_add_epi16
 #define _mm512_mullo_epi16 emu_mullo_epi16

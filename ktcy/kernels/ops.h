@@ -33,6 +33,9 @@
     X(vi32_and_or, 64, 64, 64, 64, vi32_store(out, vi32_and_or(vi32_load(a), vi32_load(b), vi32_load(c)))) \
     X(vi32_load_u4, 8, 0, 0, 64, vi32_store(out, vi32_load_u4(a))) \
     X(vi16_mul, 64, 64, 0, 64, vi32_store(out, vi16_mul(vi32_load(a), vi32_load(b)))) \
+    X(vi16_sub, 64, 64, 0, 64, vi32_store(out, vi16_sub(vi32_load(a), vi32_load(b)))) \
+    X(vi16_shr_12, 64, 0, 0, 64, vi32_store(out, vi16_shr(vi32_load(a), 12))) \
+    X(vi32_sar_8, 64, 0, 0, 64, vi32_store(out, vi32_sar(vi32_load(a), 8))) \
     X(vi8_sub, 64, 64, 0, 64, vi32_store(out, vi8_sub(vi32_load(a), vi32_load(b)))) \
     X(vi32_load_s8, 16, 0, 0, 64, vi32_store(out, vi32_load_s8(a))) \
     X(vi32_load_s16, 32, 0, 0, 64, vi32_store(out, vi32_load_s16(a))) \
