@@ -144,11 +144,7 @@ KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j, int in_place) 
     } \
     static const s16_codes name##_s16 = {group, bits, zeros ? 0 : 1 << (bits - 1), name##_words, \
                                          name##_group_scale, zeros ? name##_zeros : NULL}; \
-    KT_INLINE void name##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t every, \
-                              bf16_scale scale) { \
-        s16_vectors(now, stream, name##_s16); \
-    } \
-    KT_S16_PRODUCTS(name, name##_s16, name##_few, group, name##_scale, bf16_value)
+    KT_S16_PRODUCTS(name, name##_s16, s16_sums, group, name##_scale)
 
 KT_GROUPED(rawint4, 4, 32, 0, KT_BF16)
 KT_GROUPED(q4_0, 4, 32, 0, KT_F16)

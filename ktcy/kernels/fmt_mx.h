@@ -67,24 +67,16 @@ KT_INLINE int mx_late(const kt_strip *now) {
     return !far;
 }
 
-/* codes gives a line's values but for a power of two, which the scale, 2^(e - 127 + more), makes up for; late gives few
- * rows' sums where scales may come after those of groups, at_once where not. */
-#define KT_MX_PRODUCTS(f, codes, more, late, at_once) \
+/* A format's scales and decode: codes gives a line's values but for a power of two, which the scale,
+ * 2^(e - 127 + more), makes up for. */
+#define KT_MX_DECODE(f, codes, more) \
     KT_INLINE vf32 f##_scale(const kt_strip *now, int64_t n, int64_t i) { return mx_scales(now, n, i, more); } \
     KT_INLINE void f##_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) { \
         const vf32 scale = f##_scale(now, n, i); \
         codes(now, n, i, j, even, odd); \
         *even = vf32_mul(*even, scale); \
         *odd = vf32_mul(*odd, scale); \
-    } \
-    KT_INLINE void f##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, \
-                           bf16_scale scale) { \
-        if (mx_late(now)) \
-            late(now, stream, codes, KT_MX_GROUP, f##_scale); \
-        else \
-            at_once(now, stream, decode, group, scale); \
-    } \
-    KT_BF16_PRODUCTS(f, f##_few, 0, NULL, bf16_value)
+    }
 
 /* 448 * 2^(246 - 127) is the largest finite value, as is 6 * 2^(252 - 127). */
 #define KT_MXFP8_LARGEST 246
@@ -109,7 +101,14 @@ static void mxfp8_unpack(const void *weight, const void *scale, int64_t k, float
 }
 
 /* 256th parts of the values. */
-KT_MX_PRODUCTS(mxfp8, e4m3_line, 8, bf16_vectors, bf16_vectors)
+KT_MX_DECODE(mxfp8, e4m3_line, 8)
+KT_INLINE void mxfp8_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, bf16_scale scale) {
+    if (mx_late(now))
+        bf16_vectors(now, stream, e4m3_line, KT_MX_GROUP, mxfp8_scale);
+    else
+        bf16_vectors(now, stream, decode, group, scale);
+}
+KT_BF16_PRODUCTS(mxfp8, mxfp8_few, 0, NULL, bf16_value)
 
 static int64_t mxfp4_weight_bytes(int64_t k) { return KT_BLOCK * kt_round_up(k, KT_KPAD) / 2; }
 #define mxfp4_scale_bytes mx_scale_bytes
@@ -144,30 +143,33 @@ KT_INLINE vi32 e2m1_words(const char *w, int64_t j, int in_place) { return vi16_
 KT_INLINE vf32 e2m1_scale(const char *of, int64_t group) {
     return vi32_float(vi32_shl(vi32_sub(vi32_load_u8((const uint8_t *)of + group * KT_BLOCK), vi32_set1(9)), 23));
 }
-KT_INLINE void mxfp4_words(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
-                           bf16_scale scale) {
-    s16_vectors(now, stream, (s16_codes){KT_MX_GROUP, 16, 0, e2m1_words, e2m1_scale, NULL});
-}
-/* Rows as the bf16 core's, one by one, in work: rows or scales as no model has them. */
-KT_INLINE void mxfp4_rows(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
-                          bf16_scale scale) {
-    kt_gemm one = *now->g;
+static const s16_codes e2m1_s16 = {KT_MX_GROUP, 16, 0, e2m1_words, e2m1_scale, NULL};
+
+/* Halves of the values: 2^(e - 126) is a normal number for every e. */
+KT_MX_DECODE(mxfp4, e2m1_line, 1)
+
+/* Scales or rows as no model has them go as the bf16 core's rows, one by one. */
+KT_INLINE void mxfp4_sums(const kt_strip *now, bf16_stream stream, s16_codes f) {
+    if (mx_late(now)) {
+        s16_sums(now, stream, f);
+        return;
+    }
+    const int64_t k = now->g->k;
+    float *row = (float *)((char *)now->g->work + (now->g->tiles ? 2 * bf16_block_bytes(k) : 0));
+    const kt_gemm one = {.m = 1, .k = k, .x = row, .weight = now->g->weight, .scale = now->g->scale};
     kt_strip strip = *now;
     strip.g = &one;
     strip.first = 0;
     strip.rows = 1;
-    one.x = one.work;
-    one.index = NULL;
     for (int64_t r = 0; r < now->rows; r++) {
-        const char *row = (const char *)now->g->x + kt_row(now->g, now->first + r) * now->g->ldx;
-        for (int64_t i = 0; i < one.k; i += 16)
-            vf32_store((float *)one.work + i, s16_values(row, one.k, i, i / KT_MX_GROUP));
+        s16_rows x;
+        s16_take(&x, 0, now->g, now->first + r, KT_MX_GROUP);
+        for (int64_t i = 0; i < k; i += 16)
+            vf32_store(row + i, s16_values(x.q[0] + i / 32 * x.step + i % 32, x.of[0][i / KT_MX_GROUP]));
         strip.c.f32 = now->c.f32 + r;
-        bf16_vectors(&strip, stream, decode, group, scale);
+        bf16_vectors(&strip, stream, mxfp4_decode, 0, NULL);
     }
 }
-
-/* Halves of the values: 2^(e - 126) is a normal number for every e. */
-KT_MX_PRODUCTS(mxfp4, e2m1_line, 1, mxfp4_words, mxfp4_rows)
+KT_S16_PRODUCTS(mxfp4, e2m1_s16, mxfp4_sums, 0, NULL)
 
 #endif

@@ -23,6 +23,6 @@
     X(fp8, bf16, "fp8-n16k4-g128-v1", "e4m3", "float32", 128, 0) \
     X(fp8_channel, bf16, "fp8-n16k4-row-v1", "e4m3", "float32", 0, 0) \
     X(mxfp8, bf16, "mxfp8-n16k4-g32-v1", "e4m3", "uint8", 32, 0) \
-    X(mxfp4, mx32b14, "mxfp4-n16k8-g32-v1", "e2m1", "uint8", 32, 0)
+    X(mxfp4, g32b14, "mxfp4-n16k8-g32-v1", "e2m1", "uint8", 32, 0)
 
 #endif

@@ -73,25 +73,23 @@ KT_INLINE void s16_quantize(const void *src, kt_dtype dtype, int64_t k, int64_t 
         s16_quantize_as(src, KT_BF16, k, group, bits, row, meta);
 }
 
-/* Values i .. i + 15 of a row, i in group number g. */
-KT_INLINE vf32 s16_values(const void *row, int64_t k, int64_t i, int64_t g) {
-    return vf32_mul(vf32_from_vi32(vi32_load_s16((const int16_t *)row + i)), vf32_set1(s16_of(row, k)[g].unit));
+/* Sixteen values of a group. */
+KT_INLINE vf32 s16_values(const int16_t *q, s16_group of) {
+    return vf32_mul(vf32_from_vi32(vi32_load_s16(q)), vf32_set1(of.unit));
 }
 
-/* As the bf16 core's. */
-KT_INLINE void s16_tile_as_bf16(const void *row, int64_t k, int64_t group, int64_t r, void *tiles) {
-    const int64_t bytes = bf16_panel_bytes(32) / 2;
-    char *p = (char *)tiles + r / 16 * 16 * bf16_panel_bytes(k) + r % 16 * bytes;
-    for (int64_t i = 0; i < k; i += 32, p += 16 * bytes)
-        for (int64_t j = 0; j < 32; j += 16) {
-            const vf32 v = row ? s16_values(row, k, i + j, i / group) : vf32_set1(0.0f);
 #ifdef KT_HAVE_TILES
+/* As the bf16 core's. */
+KT_INLINE void s16_tile(const void *row, int64_t k, int64_t group, int64_t r, void *tiles) {
+    char *p = (char *)tiles + r / 16 * 16 * bf16_panel_bytes(k) + r % 16 * 64;
+    for (int64_t i = 0; i < k; i += 32, p += 1024)
+        for (int64_t j = 0; j < 32; j += 16) {
+            const vf32 v = row ? s16_values((const int16_t *)row + i + j, s16_of(row, k)[i / group]) : vf32_set1(0.0f);
             vi32_store_u16((uint16_t *)p + j, vi32_shr(vf32_bits(v), 16));
-#else
-            vf32_store((float *)p + j, v);
-#endif
         }
 }
+KT_INLINE int64_t s16_panel_bytes(int64_t k, int64_t group) { return bf16_panel_bytes(k); }
+#else
 /* 16 x 32 integers, then the groups of each of the 16 rows. */
 KT_INLINE int64_t s16_panel_bytes(int64_t k, int64_t group) {
     const int64_t padded = kt_round_up(k, KT_KPAD);
@@ -111,24 +109,20 @@ KT_INLINE void s16_tile(const void *row, int64_t k, int64_t group, int64_t r, vo
     else
         memset(of, 0, (size_t)groups);
 }
+#endif
 
-#define KT_S16_ROWS(name, group, bits, panel, put) \
+#define KT_S16_ROWS(name, group, bits) \
     static int64_t name##_row_bytes(int64_t k) { return s16_bytes(k, group); } \
-    static int64_t name##_panel_bytes(int64_t k) { return panel; } \
     static void name##_quantize(const void *src, kt_dtype dtype, int64_t k, void *row, kt_meta *meta) { \
         s16_quantize(src, dtype, k, group, bits, row, meta); \
     } \
-    static void name##_tile(const void *row, int64_t k, int64_t r, void *tiles) { put(row, k, group, r, tiles); }
-#ifdef KT_HAVE_TILES
-#define KT_S16_TILED(name, group, bits) KT_S16_ROWS(name, group, bits, bf16_panel_bytes(k), s16_tile_as_bf16)
-#else
-#define KT_S16_TILED(name, group, bits) KT_S16_ROWS(name, group, bits, s16_panel_bytes(k, group), s16_tile)
-#endif
-KT_S16_TILED(g32b15, 32, 15)
-KT_S16_TILED(g32b12, 32, 12)
-KT_S16_TILED(g64b14, 64, 14)
-KT_S16_TILED(g128b13, 128, 13)
-KT_S16_ROWS(mx32b14, 32, 14, bf16_panel_bytes(k), s16_tile_as_bf16)
+    static int64_t name##_panel_bytes(int64_t k) { return s16_panel_bytes(k, group); } \
+    static void name##_tile(const void *row, int64_t k, int64_t r, void *tiles) { s16_tile(row, k, group, r, tiles); }
+KT_S16_ROWS(g32b15, 32, 15)
+KT_S16_ROWS(g32b12, 32, 12)
+KT_S16_ROWS(g64b14, 64, 14)
+KT_S16_ROWS(g128b13, 128, 13)
+KT_S16_ROWS(g32b14, 32, 14)
 
 /* How a format gives words; compile-time constants at each call. w: the codes of a block from a multiple of 32 values of
  * K on; of: its scales; group: a group's number, of `groups`. */
@@ -149,6 +143,22 @@ typedef struct {
     const s16_group *of[KT_S16_TILE_ROWS];
     int64_t step;
 } s16_rows;
+
+/* Row i of g as row j of x. */
+KT_INLINE void s16_take(s16_rows *x, int64_t j, const kt_gemm *g, int64_t i, int64_t group) {
+#ifndef KT_HAVE_TILES
+    if (g->tiles) {
+        const char *tile = (const char *)g->tiles + i / 16 * 16 * s16_panel_bytes(g->k, group);
+        x->q[j] = (const int16_t *)tile + i % 16 * 32;
+        x->of[j] = (const s16_group *)(tile + 32 * g->k) + i % 16 * s16_groups(g->k, group);
+        x->step = 16 * 32;
+        return;
+    }
+#endif
+    x->q[j] = (const int16_t *)((const char *)g->x + kt_row(g, i) * g->ldx);
+    x->of[j] = s16_of(x->q[j], g->k);
+    x->step = 32;
+}
 
 /* Sums of rows with a block or two at w, whose scales are at of; scale_bytes from one block's to the next. For one row a
  * field of words has its own sum: to mask it is less work than to shift it too. next: as of bf16_stream, or NULL. */
@@ -215,12 +225,10 @@ KT_INLINE void s16_vectors(const kt_strip *now, bf16_stream stream, s16_codes f)
     const int64_t k = g->k, bytes = k / 32 * stream.each;
     for (int64_t i = 0, count; i < now->rows; i += count) {
         const int64_t left = now->rows - i;
-        s16_rows x = {.step = 32};
+        s16_rows x;
         count = left >= KT_S16_FEW_ROWS ? KT_S16_FEW_ROWS : left >= 2 ? 2 : 1;
-        for (int64_t j = 0; j < count; j++) {
-            x.q[j] = (const int16_t *)((const char *)g->x + kt_row(g, now->first + i + j) * g->ldx);
-            x.of[j] = s16_of(x.q[j], k);
-        }
+        for (int64_t j = 0; j < count; j++)
+            s16_take(&x, j, g, now->first + i + j, f.group);
         bf16_stream s = stream;
         if (i + count < now->rows || !s.next)
             s.next = s.w;
@@ -246,9 +254,7 @@ KT_INLINE void s16_vectors(const kt_strip *now, bf16_stream stream, s16_codes f)
     }
 }
 
-#ifdef KT_HAVE_TILES
-#define KT_S16_PRODUCTS(f, codes, few, group, scale, value) KT_BF16_PRODUCTS(f, few, group, scale, value)
-#else
+#ifndef KT_HAVE_TILES
 /* Codes less their zero points as words, in kt_gemm.work: what bf16_fill_panel is for bfloat16. */
 KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, int64_t each, int64_t scale_bytes,
                               int64_t scale_each, s16_codes f) {
@@ -279,15 +285,12 @@ KT_INLINE vi32 s16_panel_words(const char *w, int64_t j, int in_place) {
 /* The sums of a strip from tiles and a panel. Tiles are whole: what lies past the rows gives sums that nobody reads. */
 KT_INLINE void s16_from_panel(const kt_strip *now, int64_t scale_bytes, s16_codes f) {
     const kt_gemm *g = now->g;
-    const int64_t k = g->k, each = 64 * 16, groups = s16_groups(k, f.group);
+    const int64_t k = g->k, each = 64 * 16;
     const s16_codes words = {f.group, 16, 0, s16_panel_words, f.scale, NULL};
     for (int64_t i = 0; i < now->rows; i += KT_S16_TILE_ROWS) {
-        s16_rows x = {.step = 16 * 32};
-        const char *tile = (const char *)g->tiles + (now->first + i) / 16 * 16 * s16_panel_bytes(k, f.group);
-        for (int64_t j = 0, r = i % 16; j < KT_S16_TILE_ROWS; j++, r++) {
-            x.q[j] = (const int16_t *)tile + r * 32;
-            x.of[j] = (const s16_group *)(tile + 32 * k) + r * groups;
-        }
+        s16_rows x;
+        for (int64_t j = 0; j < KT_S16_TILE_ROWS; j++)
+            s16_take(&x, j, g, now->first + i + j, f.group);
         for (int64_t n = 0; n < now->blocks; n += KT_S16_TILE_BLOCKS) {
             const char *w = (const char *)g->work + n * bf16_block_bytes(k);
             const char *of = (const char *)g->scale + (now->block + n) * scale_bytes;
@@ -299,21 +302,43 @@ KT_INLINE void s16_from_panel(const kt_strip *now, int64_t scale_bytes, s16_code
         }
     }
 }
-#define KT_S16_PRODUCTS(f, codes, few, group, scale, value) \
-    static int64_t f##_work_bytes(int64_t k) { return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)); } \
+#endif
+
+/* The sums of a strip in words; not called with tiles where the CPU has some. */
+KT_INLINE void s16_sums(const kt_strip *now, bf16_stream stream, s16_codes f) {
+#ifndef KT_HAVE_TILES
+    if (now->g->tiles) {
+        s16_from_panel(now, stream.scale_bytes, f);
+        return;
+    }
+#endif
+    s16_vectors(now, stream, f);
+}
+
+/* A format of this core with codes; sums: s16_sums, or what gives the same. f_decode, group and scale are for the bf16
+ * core's tiles, as of KT_BF16_PRODUCTS. work has room for a row in float32 behind the panel. */
+#ifdef KT_HAVE_TILES
+#define KT_S16_PRODUCTS(f, codes, sums, group, scale) \
+    KT_INLINE void f##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t every, \
+                           bf16_scale of) { \
+        sums(now, stream, codes); \
+    } \
+    KT_BF16_PRODUCTS(f, f##_few, group, scale, bf16_value)
+#else
+#define KT_S16_PRODUCTS(f, codes, sums, group, scale) \
+    static int64_t f##_work_bytes(int64_t k) { \
+        return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)) + bf16_row_bytes(k); \
+    } \
     static void f##_panel(const kt_gemm *g, int64_t block, int64_t blocks) { \
         if (g->tiles) \
             s16_fill_panel(g, block, blocks, f##_weight_bytes(64) / 2, f##_scale_bytes(g->k), \
                            f##_scale_bytes(1024) / 32, codes); \
     } \
     static void f##_product(const kt_strip *now, kt_between between, kt_strip *last) { \
-        if (now->g->tiles) \
-            s16_from_panel(now, f##_scale_bytes(now->g->k), codes); \
-        else \
-            s16_vectors(now, bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), \
-                                         f##_scale_bytes(1024) / 32), codes); \
+        sums(now, bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), f##_scale_bytes(1024) / 32), \
+             codes); \
     } \
-    KT_PRODUCTS(f, f##_panel, f##_product, value)
+    KT_PRODUCTS(f, f##_panel, f##_product, bf16_value)
 #endif
 
 #endif
