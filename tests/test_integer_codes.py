@@ -166,3 +166,82 @@ def test_a_product_past_float32_is_refused(kernels):
     q.codes[2, 40] = 0
     with pytest.raises(ValueError, match="row 2, column 40 is NaN or has too large a scale"):
         packed(fmt, q)
+
+
+@pytest.fixture(params=oracle.GRIDS, scope="module")
+def grid(request, kernels):
+    return kernels.format(request.param)
+
+
+def extreme_rows(k, seed=0):
+    """Rows of one magnitude each from the subnormal to the largest, and rows of all magnitudes at once."""
+    rng = np.random.default_rng(seed)
+    exponents = np.array([-140, -126, -113, -101, -100, -99, -80, -48, -47, -1, 0, 46, 47, 80, 110, 111, 112, 127])
+    x = np.ldexp(1 + rng.random((len(exponents), k)), exponents[:, None])
+    wild = np.ldexp(1 + rng.random((8, k)), rng.integers(-30, 30, (8, k)))
+    x = np.concatenate([x, wild, np.where(rng.random((8, k)) < 0.9, 0, wild), np.zeros((1, k))])
+    x = (x * rng.choice([-1, 1], x.shape)).clip(-3.4e38, 3.4e38).astype(F32)
+    x[-2, k // 2] = 2 - 2.0**-10  # rounds to 2 in bfloat16, and its group's unit with it
+    return np.concatenate([x, np.where(np.arange(k) == k // 2, [[np.nan], [np.inf]], 1).astype(F32)])
+
+
+@pytest.mark.parametrize("k", [1, 33, 100, 200, 330])
+def test_rows_are_integers_in_units_of_their_group(grid, k):
+    """table.h, written once more: bfloat16, then multiples of 2^(e + 1 - bits), and their sums."""
+    group, bits = oracle.GRIDS[grid.name]
+    x, padded = extreme_rows(k, k), -(-k // 64) * 64
+    wide = np.zeros((len(x), -(-padded // group) * group), F32)
+    wide[:, :k] = x.astype(BF16).astype(F32)
+    parts = wide.reshape(len(x), -1, group).astype(np.float64)
+    most = np.abs(parts).max(axis=2)
+    lost = ~(most < 2.0**112).all(axis=1)
+    used = (most >= 2.0**-100) & ~lost[:, None]
+    unit = np.where(used, np.ldexp(1.0, np.frexp(np.where(used, most, 1))[1] - bits), 0)
+    q = np.rint(np.divide(parts, unit[..., None], out=np.zeros_like(parts), where=used[..., None])).astype(np.int64)
+    assert np.abs(q).max() < 2**bits
+    rows, scale, moderate = grid.quantize(x)
+    got = rows[:, : 2 * padded].copy().view(np.int16)
+    assert (got == q.reshape(len(x), -1)[:, :padded]).all()
+    of = rows[:, 2 * padded : 2 * padded + 8 * unit.shape[1]].copy().view([("unit", F32), ("sum", np.int32)])
+    assert (of["sum"] == q.sum(axis=2)).all() and (scale == 1).all()
+    assert np.isnan(of["unit"][lost]).all() and (of["unit"][~lost] == unit[~lost]).all()
+    far = used & ((most < 2.0**-47) | (most >= 2.0**47))
+    assert (moderate == ~(lost | far.any(axis=1))).all()
+
+
+@pytest.mark.parametrize("k", [40, 330])
+def test_few_rows_give_the_bits_of_many(grid, k):
+    """Sums of integers and of float32 tiles are the same, from the smallest values to the largest, NaN included."""
+    n, rng, x = 40, np.random.default_rng(k), extreme_rows(k)
+    if grid.codes == "e2m1":
+        scale = rng.choice(np.array([1, 60, 100, 127, 140, 191, 230], np.uint8), (n, -(-k // 32)))
+        q = Quantized("e2m1", rng.integers(0, 16, (n, k), np.uint8), scale, 32)
+    else:
+        q = random_codes(grid, n, k)
+    weight = packed(grid, q)
+    many = np.zeros((len(x), 48), F32)
+    grid.down(x, *weight, None, np.arange(len(x)), np.ones(len(x)), many, tiles=True)
+    for count in (1, 2, 3, 4, 7):
+        for at in range(0, len(x), count):
+            few = np.zeros((len(x[at : at + count]), 48), F32)
+            grid.down(x[at : at + count], *weight, None, np.arange(len(few)), np.ones(len(few)), few)
+            assert (bits(few) == bits(many[at : at + count])).all(), (count, at)
+
+
+def test_rows_of_huge_values_are_nan_and_tiny_groups_zero(grid):
+    """A value of 2^112 and more spoils its row and no other; a group under 2^-100 is nothing."""
+    k = 256
+    x = np.ones((4, k), F32)
+    x[1, 3], x[2, :128] = 2.0**112, 2.0**-101
+    if grid.codes == "e2m1":
+        q = Quantized("e2m1", np.full((16, k), 2, np.uint8), np.full((16, k // 32), 127, np.uint8), 32)
+    else:
+        q = random_codes(grid, 16, k)
+        q.scale[:] = 1
+        q.codes[:] = 1 if grid.codes == "int8" else 9
+        if q.zero is not None:
+            q.zero[:] = 8
+    for tiles in (False, True):
+        out = np.zeros((4, 16), F32)
+        grid.down(x, *packed(grid, q), None, np.arange(4), np.ones(4), out, tiles=tiles)
+        assert np.isnan(out[1]).all() and (out[[0, 3]] == k).all() and (out[2] == k - 128).all()
