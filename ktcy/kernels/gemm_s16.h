@@ -24,7 +24,7 @@ KT_INLINE int64_t s16_bytes(int64_t k, int64_t group) {
     return kt_round_up(2 * padded + s16_groups(padded, group) * (int64_t)sizeof(s16_group), 64);
 }
 
-/* Integers below 2^bits. */
+/* Integers below 2^bits. The sum in meta: as of KT_MODERATE, for the largest values of groups. */
 KT_INLINE void s16_quantize_as(const void *src, kt_dtype dtype, int64_t k, int64_t group, int bits, int16_t *row,
                                kt_meta *meta) {
     const int64_t padded = kt_round_up(k, KT_KPAD);
