@@ -1,6 +1,7 @@
 /* The int16 core: integer codes times activations that are integers of 16 bits in units of their group (table.h).
  *
- * The sum of a group is exact in int32 and in float32 too: few rows take it from words, many in the bf16 core's tiles. */
+ * The sum of a group is exact in int32 and in float32 too: AMX takes it of many rows in the bf16 core's tiles, all else
+ * multiplies words. */
 #ifndef KT_GEMM_S16_H
 #define KT_GEMM_S16_H
 
@@ -124,14 +125,14 @@ KT_S16_ROWS(g64b14, 64, 14)
 KT_S16_ROWS(g128b13, 128, 13)
 KT_S16_ROWS(g32b14, 32, 14)
 
-/* How a format gives words; compile-time constants at each call. w: the codes of a block from a multiple of 32 values of
- * K on; of: its scales; group: a group's number, of `groups`. */
+/* How a format gives words; compile-time constants at each call. w: the codes of a block from a multiple of 32 values
+ * of K on; of: its scales; group: a group's number, of `groups`. */
 typedef struct {
     int64_t group;
     int bits; /* of a field of words */
     int32_t zero; /* what is to be taken off every code */
-    /* Codes of 16 rows at k = 2 j (lower halves) and the one after it, j < 16; in place: at bit j % (16 / bits) * bits but
-     * for the uppermost field. */
+    /* Codes of 16 rows at k = 2 j (lower halves) and the one after it, j < 16; in place: at bit
+     * j % (16 / bits) * bits but for the uppermost field. */
     vi32 (*words)(const char *w, int64_t j, int in_place);
     vf32 (*scale)(const char *of, int64_t group);
     vf32 (*zeros)(const char *of, int64_t group, int64_t groups); /* or NULL: zero points */
@@ -160,8 +161,8 @@ KT_INLINE void s16_take(s16_rows *x, int64_t j, const kt_gemm *g, int64_t i, int
     x->step = 32;
 }
 
-/* Sums of rows with a block or two at w, whose scales are at of; scale_bytes from one block's to the next. For one row a
- * field of words has its own sum: to mask it is less work than to shift it too. next: as of bf16_stream, or NULL. */
+/* Sums of rows with a block or two at w, whose scales are at of; scale_bytes from one block's to the next. For one row
+ * a field of words has its own sum: to mask it is less work than to shift it too. next: as of bf16_stream, or NULL. */
 KT_INLINE void s16_micro(int rows, int blocks, s16_rows x, int64_t k, const char *w, int64_t each, const char *of,
                          int64_t scale_bytes, const bf16_stream *next, float (*c)[32], s16_codes f) {
     const int64_t bytes = k / 32 * each, groups = s16_groups(k, f.group);

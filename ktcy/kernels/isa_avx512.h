@@ -120,7 +120,7 @@ KT_INLINE vi32 vi32_dot_s16(vi32 acc, vi32 words, int32_t x) {
 }
 #endif
 
-/* Nibble j of each 16 bits, an e2m1 code: 512 times its value. vpermw looks at five bits of an index; the table repeats. */
+/* Nibble j of each 16 bits, an e2m1 code: 512 times its value. vpermw looks at five bits, so the table repeats. */
 KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
     static const int16_t table[32] = {0, 256,  512,  768,  1024,  1536,  2048,  3072,
                                       0, -256, -512, -768, -1024, -1536, -2048, -3072,

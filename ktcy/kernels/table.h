@@ -42,12 +42,12 @@
  * bf16-n16k2-v1: block = K/2 lines of 64 bytes; line k holds for row n = 0..15 the bfloat16 W[n, 2k], W[n, 2k + 1].
  *   No scales. Floats are rounded to nearest even; one that rounds to inf counts as not finite.
  *
- * The int16 core multiplies integer codes. Its activations are those of the bf16 core, each group of K then rounded (to
- * nearest even) to multiples of its unit 2^(e + 1 - B), where 2^e <= absmax of the group < 2^(e + 1): integers below 2^B.
- * B is such that the sum of a group stays below 2^24 units: so it is exact in int32, and in float32 on bfloat16 tiles, in
- * whatever order, and each variant may take it as is fastest. B is 15 for 4-bit codes and groups of 32, 14 for 64 and for
- * mxfp4, 13 for 128, 12 for 8-bit codes; at the least 2^-12 of a group's largest value, where bfloat16 rounds that to 2^-9.
- * A group under 2^-100 is zeros; a row with a value of 2^112 or more, inf or NaN is all NaN.
+ * The int16 core multiplies integer codes. Its activations are those of the bf16 core, each group of K then rounded
+ * (to nearest even) to multiples of its unit 2^(e + 1 - B), where 2^e <= absmax of the group < 2^(e + 1): integers below
+ * 2^B. B is such that the sum of a group stays below 2^24 units: so it is exact in int32, and in float32 on bfloat16
+ * tiles, in whatever order, and each variant may take it as is fastest. B is 15 for 4-bit codes and groups of 32, 14 for
+ * 64 and for mxfp4, 13 for 128, 12 for 8-bit codes: units are 2^-12 of a group's largest value or less, where bfloat16
+ * rounds that to 2^-8. A group under 2^-100 is zeros; a row with a value of 2^112 or more, inf or NaN is all NaN.
  * A row is K int16, then for each group its unit (float32) and the sum of its integers (int32). Tiles: on AMX those of
  * the bf16 core; elsewhere 16 x 64 bytes of int16, and after those of all K the groups of each of the 16 rows.
  *
@@ -140,7 +140,7 @@ typedef struct {
 } kt_source;
 
 typedef struct {
-    const char *name, *layout, *rows; /* rows: whose activation rows it takes: "s8", "int4" (int8 core), "bf16", "g.." (int16) */
+    const char *name, *layout, *rows; /* rows: "s8" and "int4" are of the int8 core, "bf16", "g..b.." of the int16 core */
     /* What pack takes: codes of this kind, whose scales of this dtype hold for group values of K (0: a row), and
      * zero points if zero; codes NULL: floats. Names as of weights/quantized.py. */
     const char *codes, *scale;
