@@ -42,19 +42,20 @@
  * bf16-n16k2-v1: block = K/2 lines of 64 bytes; line k holds for row n = 0..15 the bfloat16 W[n, 2k], W[n, 2k + 1].
  *   No scales. Floats are rounded to nearest even; one that rounds to inf counts as not finite.
  *
- * The int16 core multiplies integer codes. Its activations are those of the bf16 core, each group of K then rounded
- * (to nearest even) to multiples of its unit 2^(e + 1 - B), where 2^e <= absmax of the group < 2^(e + 1): integers below
+ * The int16 core multiplies integer codes. Its activations are those of the bf16 core, each group of K then rounded (to
+ * nearest even) to multiples of its unit 2^(e + 1 - B), where 2^e <= absmax of the group < 2^(e + 1): integers below
  * 2^B. B is such that the sum of a group stays below 2^24 units: so it is exact in int32, and in float32 on bfloat16
- * tiles, in whatever order, and each variant may take it as is fastest. B is 15 for 4-bit codes and groups of 32, 14 for
- * 64 and for mxfp4, 13 for 128, 12 for 8-bit codes: units are 2^-12 of a group's largest value or less, where bfloat16
- * rounds that to 2^-8. A group under 2^-100 is zeros; a row with a value of 2^112 or more, inf or NaN is all NaN.
+ * tiles, in whatever order, and each variant may take it as is fastest. B is 15 for 4-bit codes and groups of 32, 14
+ * for 64 and for mxfp4, 13 for 128, 12 for 8-bit codes: units are 2^-11 of a group's largest value or less, where
+ * bfloat16 rounds that by up to 2^-9. A group under 2^-100 is zeros; a row with a value of 2^112 or more, inf or NaN is
+ * all NaN.
  * A row is K int16, then for each group its unit (float32) and the sum of its integers (int32). Tiles: on AMX those of
  * the bf16 core; elsewhere 16 x 64 bytes of int16, and after those of all K the groups of each of the 16 rows.
  *
  * Codes with a 16-bit scale for each group of K, on the int16 core: a value is (code - zero) * scale. The scale comes
  * after the sum of its group, in float32, y = fma(sum, scale, y), ascending K: nothing of a checkpoint is rounded. (To
- * round values to bfloat16 in the decode took 2.4 times as long for one row on AVX2.) Scales may be negative; a bfloat16
- * one that is subnormal counts as zero. Zeros past K and N are codes equal to their zero point.
+ * round values to bfloat16 in the decode took 2.4 times as long for one row on AVX2.) Scales may be negative; a
+ * bfloat16 one that is subnormal counts as zero. Zeros past K and N are codes equal to their zero point.
  *   int4-n16k8-*: block = K/8 lines of 64 bytes; line k holds for row n a 32-bit word of the codes 0..15 of
  *     W[n, 8k..8k+7], even ones in the lower half and odd ones in the upper: from the lowest bits k, k+2, k+4, k+6,
  *     k+1, k+3, k+5, k+7. The zero point is 8 where none are stored.
@@ -140,7 +141,7 @@ typedef struct {
 } kt_source;
 
 typedef struct {
-    const char *name, *layout, *rows; /* rows: "s8" and "int4" are of the int8 core, "bf16", "g..b.." of the int16 core */
+    const char *name, *layout, *rows; /* rows: "s8", "int4" (int8 core), "bf16", or "g..b.." (int16 core) */
     /* What pack takes: codes of this kind, whose scales of this dtype hold for group values of K (0: a row), and
      * zero points if zero; codes NULL: floats. Names as of weights/quantized.py. */
     const char *codes, *scale;
