@@ -77,35 +77,9 @@ KT_INLINE void grouped_unpack(grouped f, const void *weight, const void *scale, 
     }
 }
 
-KT_INLINE const char *grouped_scales(grouped f, const kt_strip *now, int64_t n) {
-    return (const char *)now->g->scale + (now->block + n) * grouped_scale_bytes(f, now->g->k);
-}
 KT_INLINE vf32 grouped_scale(grouped f, const kt_strip *now, int64_t n, int64_t i) {
-    return kt_load16(grouped_scales(f, now, n) + i / f.group * 32, f.scale);
-}
-
-/* Field p of the lower halves of words, less zero: bits under the exponent that makes their lowest worth 1. */
-KT_INLINE vf32 grouped_field(grouped f, vi32 words, int64_t p, vf32 zero) {
-    const int64_t at = p * f.bits;
-    const vi32 mask = vi32_set1(((1 << f.bits) - 1) << at), exponent = vi32_set1((int32_t)(150 - at) << 23);
-    return vf32_sub(vi32_float(vi32_and_or(words, mask, exponent)), vf32_add(vf32_set1((float)(1 << (23 - at))), zero));
-}
-
-KT_INLINE void grouped_line(grouped f, const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
-    const int64_t lines = 16 / f.bits; /* of 16 values of K that a word holds */
-    const char *w = (const char *)now->g->weight + (now->block + n) * grouped_weight_bytes(f, now->g->k) +
-                    i * 2 * f.bits + j / lines * 64;
-    if (f.bits == 4 && !f.zeros) {
-        vf32_load_u4(w, j % lines, even, odd);
-        return;
-    }
-    const vi32 words = vi32_load((const int32_t *)w);
-    vf32 zero = vf32_set1((float)grouped_zero(f));
-    if (f.zeros)
-        zero = vf32_from_vi32(vi32_load_u4((const uint8_t *)grouped_scales(f, now, n) +
-                                           32 * grouped_groups(f, now->g->k) + i / f.group * 8));
-    *even = grouped_field(f, words, j % lines, zero);
-    *odd = grouped_field(f, vi32_shr(words, 16), j % lines, zero);
+    const char *of = (const char *)now->g->scale + (now->block + n) * grouped_scale_bytes(f, now->g->k);
+    return kt_load16(of + i / f.group * 32, f.scale);
 }
 
 /* Line j of 16 as words: codes as they are stored. */
@@ -129,9 +103,6 @@ KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j, int in_place) 
     static void name##_unpack(const void *weight, const void *scale, int64_t k, float *dst, int64_t ld) { \
         grouped_unpack(name##_codes, weight, scale, k, dst, ld); \
     } \
-    KT_INLINE void name##_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) { \
-        grouped_line(name##_codes, now, n, i, j, even, odd); \
-    } \
     KT_INLINE vf32 name##_scale(const kt_strip *now, int64_t n, int64_t i) { \
         return grouped_scale(name##_codes, now, n, i); \
     } \
@@ -144,7 +115,7 @@ KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j, int in_place) 
     } \
     static const s16_codes name##_s16 = {group, bits, zeros ? 0 : 1 << (bits - 1), name##_words, \
                                          name##_group_scale, zeros ? name##_zeros : NULL}; \
-    KT_S16_PRODUCTS(name, name##_s16, s16_sums, group, name##_scale)
+    KT_S16_PRODUCTS(name, name##_s16, s16_sums, name##_scale)
 
 KT_GROUPED(rawint4, 4, 32, 0, KT_BF16)
 KT_GROUPED(q4_0, 4, 32, 0, KT_F16)

@@ -170,6 +170,13 @@ KT_INLINE void mxfp4_sums(const kt_strip *now, bf16_stream stream, s16_codes f) 
         bf16_vectors(&strip, stream, mxfp4_decode, 0, NULL);
     }
 }
-KT_S16_PRODUCTS(mxfp4, e2m1_s16, mxfp4_sums, 0, NULL)
+#ifdef KT_HAVE_TILES
+KT_INLINE void mxfp4_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, bf16_scale scale) {
+    mxfp4_sums(now, stream, e2m1_s16);
+}
+KT_BF16_PRODUCTS(mxfp4, mxfp4_few, 0, NULL, bf16_value)
+#else
+KT_S16_PRODUCTS(mxfp4, e2m1_s16, mxfp4_sums, NULL)
+#endif
 
 #endif

@@ -255,8 +255,18 @@ KT_INLINE void s16_vectors(const kt_strip *now, bf16_stream stream, s16_codes f)
     }
 }
 
-#ifndef KT_HAVE_TILES
-/* Codes less their zero points as words, in kt_gemm.work: what bf16_fill_panel is for bfloat16. */
+/* A line of a panel from words, codes less their zero points: bfloat16 for tiles, else as they are. */
+KT_INLINE vi32 s16_line(vi32 words, int bits) {
+#ifdef KT_HAVE_TILES
+    if (bits == 4)
+        return vi16_bf16(words);
+    const vf32 even = vf32_from_vi32(vi32_sar(vi32_shl(words, 16), 16)), odd = vf32_from_vi32(vi32_sar(words, 16));
+    return vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
+#else
+    return words;
+#endif
+}
+/* As bf16_fill_panel. */
 KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, int64_t each, int64_t scale_bytes,
                               int64_t scale_each, s16_codes f) {
     const int64_t groups = s16_groups(g->k, f.group);
@@ -275,11 +285,13 @@ KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, i
             for (int64_t j = 0; j < 16; j++) {
                 if (j * each % 1024 == 0)
                     KT_PREFETCH(from + KT_AHEAD + j * each / 16);
-                vi32_store((int32_t *)(w + 64 * j), vi16_sub(f.words(from, j, 0), zero));
+                vi32_store((int32_t *)(w + 64 * j), s16_line(vi16_sub(f.words(from, j, 0), zero), f.bits));
             }
         }
     }
 }
+
+#ifndef KT_HAVE_TILES
 KT_INLINE vi32 s16_panel_words(const char *w, int64_t j, int in_place) {
     return vi32_load((const int32_t *)(w + 64 * j));
 }
@@ -305,7 +317,7 @@ KT_INLINE void s16_from_panel(const kt_strip *now, int64_t scale_bytes, s16_code
 }
 #endif
 
-/* The sums of a strip in words; not called with tiles where the CPU has some. */
+/* The sums of a strip in words; from a panel only where the CPU has no tiles. */
 KT_INLINE void s16_sums(const kt_strip *now, bf16_stream stream, s16_codes f) {
 #ifndef KT_HAVE_TILES
     if (now->g->tiles) {
@@ -316,17 +328,23 @@ KT_INLINE void s16_sums(const kt_strip *now, bf16_stream stream, s16_codes f) {
     s16_vectors(now, stream, f);
 }
 
-/* A format of this core with codes; sums: s16_sums, or what gives the same. f_decode, group and scale are for the bf16
- * core's tiles, as of KT_BF16_PRODUCTS. work has room for a row in float32 behind the panel. */
+typedef void (*s16_way)(const kt_strip *now, bf16_stream stream, s16_codes f);
+
+KT_INLINE void s16_product(const kt_strip *now, bf16_stream stream, kt_between between, kt_strip *last, s16_codes f,
+                           s16_way sums, bf16_scale scale) {
 #ifdef KT_HAVE_TILES
-#define KT_S16_PRODUCTS(f, codes, sums, group, scale) \
-    KT_INLINE void f##_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t every, \
-                           bf16_scale of) { \
-        sums(now, stream, codes); \
-    } \
-    KT_BF16_PRODUCTS(f, f##_few, group, scale, bf16_value)
-#else
-#define KT_S16_PRODUCTS(f, codes, sums, group, scale) \
+    const kt_gemm *g = now->g;
+    if (g->tiles) {
+        bf16_tiles(now, g->work, stream.next, g->k / 16 * stream.each, between, last, f.group, scale);
+        return;
+    }
+#endif
+    sums(now, stream, f);
+}
+
+/* A format of this core with codes. sums: s16_sums, or what gives the same; scale: as of bf16_micro. work has room for a
+ * row in float32 behind the panel. */
+#define KT_S16_PRODUCTS(f, codes, sums, scale) \
     static int64_t f##_work_bytes(int64_t k) { \
         return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)) + bf16_row_bytes(k); \
     } \
@@ -336,10 +354,10 @@ KT_INLINE void s16_sums(const kt_strip *now, bf16_stream stream, s16_codes f) {
                            f##_scale_bytes(1024) / 32, codes); \
     } \
     static void f##_product(const kt_strip *now, kt_between between, kt_strip *last) { \
-        sums(now, bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), f##_scale_bytes(1024) / 32), \
-             codes); \
+        const bf16_stream stream = bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), \
+                                               f##_scale_bytes(1024) / 32); \
+        s16_product(now, stream, between, last, codes, sums, scale); \
     } \
     KT_PRODUCTS(f, f##_panel, f##_product, bf16_value)
-#endif
 
 #endif

@@ -68,6 +68,15 @@ KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const
     _tile_stored(1, &c[0][16], 128);
 }
 
+/* Words of -16 to 15 as bfloat16; vpermw looks at five bits. */
+KT_INLINE vi32 vi16_bf16(vi32 words) {
+    static const uint16_t table[32] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+                                       0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110,
+                                       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+    return _mm512_permutexvar_epi16(words, vi32_load(table));
+}
+
 #define KT_TILE_PROBE(name, dot, k) \
     KT_INLINE uint64_t name(int64_t rounds) { \
         _tile_zero(0); \

@@ -134,18 +134,6 @@ KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
     *odd = (vf32){_mm256_cvtph_ps(_mm256_castsi256_si128(b)), _mm256_cvtph_ps(_mm256_extracti128_si256(b, 1))};
 }
 
-/* Sixteen rows of two codes, nibble j (a constant) of the halves of 32 bits: less 8. As bits under the exponent that
- * makes their lowest worth 1. */
-KT_INLINE vf32 kt_u4(vi32 v, int64_t j) {
-    const vi32 bits = vi32_and_or(v, vi32_set1(15 << 4 * j), vi32_set1((int32_t)(150 - 4 * j) << 23));
-    return vf32_sub(vi32_float(bits), vf32_set1((float)(1 << (23 - 4 * j)) + 8));
-}
-KT_INLINE void vf32_load_u4(const char *p, int64_t j, vf32 *even, vf32 *odd) {
-    const vi32 v = vi32_load((const int32_t *)p);
-    *even = kt_u4(v, j);
-    *odd = kt_u4(vi32_shr(v, 16), j);
-}
-
 /* Nibble j of each 16 bits, an e2m1 code: the bfloat16 of half its value; -0 is 0. */
 KT_INLINE __m256i kt_e2m1_half(__m256i v, int64_t j) {
     const __m128i high = _mm_setr_epi8(0, 0x3e, 0x3f, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0, (char)0xbe, (char)0xbf,
@@ -159,7 +147,7 @@ KT_INLINE __m256i kt_e2m1_half(__m256i v, int64_t j) {
     return j < 2 ? _mm256_blendv_epi8(l, _mm256_slli_epi16(h, 8), upper)
                  : _mm256_blendv_epi8(_mm256_srli_epi16(l, 8), h, upper);
 }
-/* As vf32_load_u4, of e2m1 codes: half of their values; -0 is 0. */
+/* Sixteen rows of two e2m1 codes, nibble j (a constant) of the halves of 32 bits: half of their values; -0 is 0. */
 KT_INLINE void vf32_load_e2m1(const char *p, int64_t j, vf32 *even, vf32 *odd) {
     const vi32 v = vi32_load((const int32_t *)p), line = {kt_e2m1_half(v.lo, j), kt_e2m1_half(v.hi, j)};
     *even = vi32_float(vi32_shl(line, 16));

@@ -67,22 +67,14 @@ KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
     *odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(w, 1), bits));
 }
 
-/* Nibble j (a constant) of the lower and of the upper half of 32 bits by a table. vpermps looks at four bits only. */
-KT_INLINE void vf32_nibbles(const char *p, int64_t j, const float *table, vf32 *even, vf32 *odd) {
-    const vi32 v = vi32_load(p);
-    *even = _mm512_permutexvar_ps(j ? vi32_shr(v, 4 * (unsigned)j) : v, vf32_load(table));
-    *odd = _mm512_permutexvar_ps(vi32_shr(v, 16 + 4 * (unsigned)j), vf32_load(table));
-}
-/* Sixteen rows of two codes, nibble j of the halves of 32 bits: less 8. */
-KT_INLINE void vf32_load_u4(const char *p, int64_t j, vf32 *even, vf32 *odd) {
-    static const float table[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    vf32_nibbles(p, j, table, even, odd);
-}
-/* The same of e2m1 codes: half of their values; -0 is 0. */
+/* Sixteen rows of two e2m1 codes, nibble j (a constant) of the halves of 32 bits: half of their values; -0 is 0. vpermps
+ * looks at four bits only. */
 KT_INLINE void vf32_load_e2m1(const char *p, int64_t j, vf32 *even, vf32 *odd) {
     static const float table[16] = {0, 0.25f,  0.5f,  0.75f,  1,  1.5f,  2,  3,
                                     0, -0.25f, -0.5f, -0.75f, -1, -1.5f, -2, -3};
-    vf32_nibbles(p, j, table, even, odd);
+    const vi32 v = vi32_load(p);
+    *even = _mm512_permutexvar_ps(j ? vi32_shr(v, 4 * (unsigned)j) : v, vf32_load(table));
+    *odd = _mm512_permutexvar_ps(vi32_shr(v, 16 + 4 * (unsigned)j), vf32_load(table));
 }
 
 #ifndef KT_HAVE_DOT_S8

@@ -65,7 +65,6 @@
 #define KT_PAIR_OP(X, name, bytes, load) \
     X(name, bytes, 0, 0, 128, vf32 even; vf32 odd; load; vf32_store(out, even); vf32_store((float *)out + 16, odd))
 #define KT_NIBBLE_OPS(X, j) \
-    KT_PAIR_OP(X, vf32_load_u4_##j, 64, vf32_load_u4(a, j, &even, &odd)) \
     KT_PAIR_OP(X, vf32_load_e2m1_##j, 64, vf32_load_e2m1(a, j, &even, &odd)) \
     X(vi16_load_e2m1_##j, 64, 0, 0, 64, vi32_store(out, vi16_load_e2m1(a, j)))
 
@@ -75,6 +74,7 @@
     X(name, 2048, 2048, 0, 128 * m, \
       kt_tiles(bf16, a, 1024, m, b, (const char *)b + 1024, 1, (int32_t(*)[32])out, b, 0, op_idle, NULL, 0))
 #define KT_TILE_OPS(X) \
+    X(vi16_bf16, 64, 0, 0, 64, vi32_store(out, vi16_bf16(vi32_load(a)))) \
     KT_TILE_OP(X, tile_dot_s8, 0, 32) \
     KT_TILE_OP(X, tile_dot_s8_half, 0, 16) \
     KT_TILE_OP(X, tile_dot_bf16, 1, 32) \
