@@ -281,12 +281,16 @@ KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, i
                 zero = vi32_or(zero, vi32_shl(zero, 16));
             }
             KT_PREFETCH(of + i / 32 * scale_each);
+            vi32 lines[16]; /* stored apart: as there */
 #pragma GCC unroll 16
             for (int64_t j = 0; j < 16; j++) {
                 if (j * each % 1024 == 0)
                     KT_PREFETCH(from + KT_AHEAD + j * each / 16);
-                vi32_store((int32_t *)(w + 64 * j), s16_line(vi16_sub(f.words(from, j, 0), zero), f.bits));
+                lines[j] = s16_line(vi16_sub(f.words(from, j, 0), zero), f.bits);
             }
+#pragma GCC unroll 16
+            for (int64_t j = 0; j < 16; j++)
+                vi32_store((int32_t *)(w + 64 * j), lines[j]);
         }
     }
 }
@@ -342,8 +346,8 @@ KT_INLINE void s16_product(const kt_strip *now, bf16_stream stream, kt_between b
     sums(now, stream, f);
 }
 
-/* A format of this core with codes. sums: s16_sums, or what gives the same; scale: as of bf16_micro. work has room for a
- * row in float32 behind the panel. */
+/* A format of this core with codes. sums: s16_sums, or what gives the same; scale: as of bf16_micro. work has room for
+ * a row in float32 behind the panel. */
 #define KT_S16_PRODUCTS(f, codes, sums, scale) \
     static int64_t f##_work_bytes(int64_t k) { \
         return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)) + bf16_row_bytes(k); \
