@@ -205,6 +205,11 @@ def test_rows_are_integers_in_units_of_their_group(grid, k):
     of = rows[:, 2 * padded : 2 * padded + 8 * unit.shape[1]].copy().view([("unit", F32), ("sum", np.int32)])
     assert (of["sum"] == q.sum(axis=2)).all() and (scale == 1).all()
     assert np.isnan(of["unit"][lost]).all() and (of["unit"][~lost] == unit[~lost]).all()
+    split = rows[:, -(-(2 * padded + 8 * unit.shape[1]) // 64) * 64 :].copy().view(np.int8)
+    if split.size:  # with VNNI
+        a, b = np.moveaxis(split.reshape(len(x), -1, 2, 2, 4).astype(np.int64), 3, 0)
+        order = [0, 4, 1, 5, 2, 6, 3, 7] if grid.codes != "int8" else [0, 2, 1, 3, 4, 6, 5, 7]
+        assert ((256 * a - b).reshape(len(x), -1, 8) == got.reshape(len(x), -1, 8)[..., order]).all()
     far = used & ((most < 2.0**-47) | (most >= 2.0**47))
     assert (moderate == ~(lost | far.any(axis=1))).all()
 

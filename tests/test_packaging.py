@@ -167,7 +167,11 @@ def test_variants_to_build_do_not_depend_on_the_machine(variants, chosen):
         ("sse4_2", []),
         ("avx2 fma f16c avx512f", ["avx2"]),
         ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni", ["avx2", "avx512", "avx512_vnni"]),
-        ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", REAL),
+        (
+            "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512vbmi avx512_vnni avx512_bf16 amx_tile amx_int8 "
+            "amx_bf16",
+            REAL,
+        ),
     ],
 )
 def test_native_builds_what_this_machine_runs(flags, chosen):

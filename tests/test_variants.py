@@ -21,7 +21,7 @@ AVX2 = ("avx2", "fma", "f16c")
 AVX512 = AVX2 + ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 CASCADE_LAKE = AVX512 + ("avx512vnni",)
 ZEN4 = CASCADE_LAKE + ("avx512bf16",)
-SAPPHIRE_RAPIDS = ZEN4 + ("amx-tile", "amx-int8", "amx-bf16")
+SAPPHIRE_RAPIDS = ZEN4 + ("avx512vbmi", "amx-tile", "amx-int8", "amx-bf16")
 
 # name, features, XCR0, answer of the kernel to the AMX request, best variant
 MACHINES = [

@@ -107,6 +107,18 @@ def words(j, values):
     return lambda a: values[a >> (4 * j) & 15].astype(np.int16)
 
 
+def split(*order):
+    """256 a - b: bytes a and b of eight words, four of the order at a time."""
+
+    def model(v):
+        b = (-v).astype(np.int8)
+        a = ((v + b.astype(np.int16)) >> 8).astype(np.int8)
+        both = np.stack([a, b]).reshape(2, 4, 8)[..., order].reshape(2, 4, 2, 4)
+        return both.transpose(1, 2, 0, 3)
+
+    return model
+
+
 # Operation: types of the inputs, type of the output, model.
 MODELS = {
     "vf32_add": (F32, F32, added(1)),
@@ -147,6 +159,10 @@ MODELS = {
     "vi32_load_u8": (np.uint8, I32, lambda a: a.astype(I32)),
     **{f"vf32_load_e2m1_{j}": (np.uint16, F32, nibbles(j, CODES["e2m1"] / 2 + 0.0)) for j in range(4)},
     **{f"vi16_load_e2m1_{j}": (np.uint16, np.int16, words(j, CODES["e2m1"] * 512)) for j in range(4)},
+    "vi16_split_0": (np.int16, np.int8, split(0, 2, 1, 3, 4, 6, 5, 7)),
+    "vi16_split_1": (np.int16, np.int8, split(0, 4, 1, 5, 2, 6, 3, 7)),
+    "vi8_load_e2m1_0": (np.uint8, np.uint8, lambda a: (12 + 2 * CODES["e2m1"][a & 15]).astype(np.uint8)),
+    "vi8_load_e2m1_1": (np.uint8, np.uint8, lambda a: (12 + 2 * CODES["e2m1"][a >> 4]).astype(np.uint8)),
     "vf32_load_e4m3": (np.uint8, F32, lambda a: CODES["e4m3"][a].reshape(16, 2).T / F32(256)),
     "vi32_dot_s8": (I32, I32, dot),
     "vi32_dot_s16": (I32, I32, word_dot),
@@ -168,8 +184,8 @@ def same(got, want):
 
 def test_every_operation_has_a_model(kernels):
     assert set(kernels.ops) <= set(MODELS) | {"vf32_exp"}
-    of_tiles = {name for name in MODELS if name.startswith("tile_") or name == "vi16_bf16"}
-    assert set(kernels.ops) >= set(MODELS) - of_tiles
+    of_some = ("tile_", "vi16_bf16", "vi16_split", "vi8_load_e2m1")
+    assert set(kernels.ops) >= {name for name in MODELS if not name.startswith(of_some)}
 
 
 @given(a=strategies.lanes, b=strategies.lanes, c=strategies.lanes)

@@ -32,6 +32,7 @@ FEATURES = {
     "avx512bw": Feature(7, 0, "ebx", 30, ZMM),
     "avx512dq": Feature(7, 0, "ebx", 17, ZMM),
     "avx512vl": Feature(7, 0, "ebx", 31, ZMM),
+    "avx512vbmi": Feature(7, 0, "ecx", 1, ZMM),
     "avx512vnni": Feature(7, 0, "ecx", 11, ZMM),
     "avx512bf16": Feature(7, 1, "eax", 5, ZMM),
     "amx-tile": Feature(7, 0, "edx", 24, TILE),
@@ -72,7 +73,7 @@ _ROWS = [
     Variant("avx512", "avx2", ("avx512f", "avx512bw", "avx512dq", "avx512vl"), 20),
     Variant("avx512_vnni", "avx512", ("avx512vnni",), 30),
     Variant("avx512_bf16", "avx512_vnni", ("avx512bf16",), 40),
-    Variant("amx", "avx512_bf16", ("amx-tile", "amx-int8", "amx-bf16"), 50),
+    Variant("amx", "avx512_bf16", ("avx512vbmi", "amx-tile", "amx-int8", "amx-bf16"), 50),
 ]
 _TWINS = [Variant(v.name + "_emu", "avx2", (), None, v.name) for v in _ROWS[1:]]
 

@@ -92,6 +92,16 @@ KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j, int in_place) 
     return vi32_and(in_place || !at ? v : vi32_shr(v, (unsigned)at), vi32_set1((int32_t)(0x10001 * mask)));
 }
 
+/* Vector j of 8 as bytes: codes as they are stored. */
+KT_INLINE vi32 grouped_bytes(grouped f, const char *w, int64_t j, int in_place) {
+    if (f.bits == 8)
+        return vi32_load((const int32_t *)(w + j * 64));
+    const vi32 v = vi32_load((const int32_t *)(w + j / 2 * 64));
+    if (j % 2 && in_place)
+        return vi32_and(v, vi32_set1((int32_t)0xf0f0f0f0));
+    return vi32_and(j % 2 ? vi32_shr(v, 4) : v, vi32_set1(0x0f0f0f0f));
+}
+
 #define KT_GROUPED(name, bits, group, zeros, dtype) \
     static const grouped name##_codes = {bits, group, zeros, dtype}; \
     static int64_t name##_weight_bytes(int64_t k) { return grouped_weight_bytes(name##_codes, k); } \
@@ -109,12 +119,16 @@ KT_INLINE vi32 grouped_words(grouped f, const char *w, int64_t j, int in_place) 
     KT_INLINE vi32 name##_words(const char *w, int64_t j, int in_place) { \
         return grouped_words(name##_codes, w, j, in_place); \
     } \
+    KT_INLINE vi32 name##_bytes(const char *w, int64_t j, int in_place) { \
+        return grouped_bytes(name##_codes, w, j, in_place); \
+    } \
     KT_INLINE vf32 name##_group_scale(const char *of, int64_t g) { return kt_load16(of + 32 * g, dtype); } \
     KT_INLINE vf32 name##_zeros(const char *of, int64_t g, int64_t groups) { \
         return vf32_from_vi32(vi32_load_u4((const uint8_t *)of + 32 * groups + 8 * g)); \
     } \
-    static const s16_codes name##_s16 = {group, bits, zeros ? 0 : 1 << (bits - 1), name##_words, \
-                                         name##_group_scale, zeros ? name##_zeros : NULL}; \
+    static const s16_codes name##_s16 = {group, bits, zeros ? 0 : 1 << (bits - 1), name##_words, name##_bytes, \
+                                         zeros ? 0 : 1 << (bits - 1), 0, name##_group_scale, \
+                                         zeros ? name##_zeros : NULL}; \
     KT_S16_PRODUCTS(name, name##_s16, s16_sums, name##_scale)
 
 KT_GROUPED(rawint4, 4, 32, 0, KT_BF16)

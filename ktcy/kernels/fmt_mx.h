@@ -143,7 +143,12 @@ KT_INLINE vi32 e2m1_words(const char *w, int64_t j, int in_place) { return vi16_
 KT_INLINE vf32 e2m1_scale(const char *of, int64_t group) {
     return vi32_float(vi32_shl(vi32_sub(vi32_load_u8((const uint8_t *)of + group * KT_BLOCK), vi32_set1(9)), 23));
 }
-static const s16_codes e2m1_s16 = {KT_MX_GROUP, 16, 0, e2m1_words, e2m1_scale, NULL};
+#ifdef KT_HAVE_DOT_S8
+KT_INLINE vi32 e2m1_bytes(const char *w, int64_t j, int in_place) { return vi8_load_e2m1(w + j / 2 * 64, j % 2); }
+#else
+#define e2m1_bytes NULL
+#endif
+static const s16_codes e2m1_s16 = {KT_MX_GROUP, 16, 0, e2m1_words, e2m1_bytes, 12, 8, e2m1_scale, NULL};
 
 /* Halves of the values: 2^(e - 126) is a normal number for every e. */
 KT_MX_DECODE(mxfp4, e2m1_line, 1)

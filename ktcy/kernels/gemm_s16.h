@@ -20,9 +20,17 @@ typedef struct {
 
 KT_INLINE int64_t s16_groups(int64_t k, int64_t group) { return (k + group - 1) / group; }
 KT_INLINE const s16_group *s16_of(const void *row, int64_t k) { return (const s16_group *)((const int16_t *)row + k); }
+/* Of the integers and groups, k padded; and of the whole row. */
+KT_INLINE int64_t s16_whole(int64_t k, int64_t group) {
+    return kt_round_up(2 * k + s16_groups(k, group) * (int64_t)sizeof(s16_group), 64);
+}
 KT_INLINE int64_t s16_bytes(int64_t k, int64_t group) {
     const int64_t padded = kt_round_up(k, KT_KPAD);
-    return kt_round_up(2 * padded + s16_groups(padded, group) * (int64_t)sizeof(s16_group), 64);
+#ifdef KT_HAVE_DOT_S8
+    return s16_whole(padded, group) + 2 * padded;
+#else
+    return s16_whole(padded, group);
+#endif
 }
 
 /* Integers below 2^bits. The sum in meta: as of KT_MODERATE, for the largest values of groups. */
@@ -72,6 +80,15 @@ KT_INLINE void s16_quantize(const void *src, kt_dtype dtype, int64_t k, int64_t 
         s16_quantize_as(src, KT_F16, k, group, bits, row, meta);
     else
         s16_quantize_as(src, KT_BF16, k, group, bits, row, meta);
+#ifdef KT_HAVE_DOT_S8
+    const int64_t padded = kt_round_up(k, KT_KPAD);
+    char *split = (char *)row + s16_whole(padded, group);
+    for (int64_t i = 0; i < padded; i += 32)
+        if (bits == 12)
+            vi32_store((int32_t *)(split + 2 * i), vi16_split((const int16_t *)row + i, 0));
+        else
+            vi32_store((int32_t *)(split + 2 * i), vi16_split((const int16_t *)row + i, 1));
+#endif
 }
 
 /* Sixteen values of a group. */
@@ -134,6 +151,12 @@ typedef struct {
     /* Codes of 16 rows at k = 2 j (lower halves) and the one after it, j < 16; in place: at bit
      * j % (16 / bits) * bits but for the uppermost field. */
     vi32 (*words)(const char *w, int64_t j, int in_place);
+    /* Bytes without sign: codes of 16 rows at four k, j < 8, as a word of a row (table.h) has them; in place: those of
+     * an odd j times 16. What is to be taken off, and how many bits lower their values are than those of words. NULL
+     * where no instruction multiplies them. */
+    vi32 (*bytes)(const char *w, int64_t j, int in_place);
+    int32_t offset;
+    unsigned lower;
     vf32 (*scale)(const char *of, int64_t group);
     vf32 (*zeros)(const char *of, int64_t group, int64_t groups); /* or NULL: zero points */
 } s16_codes;
@@ -161,6 +184,41 @@ KT_INLINE void s16_take(s16_rows *x, int64_t j, const kt_gemm *g, int64_t i, int
     x->step = 32;
 }
 
+/* The scales and zero points of a group of one or two blocks. */
+typedef struct {
+    vf32 scale[2], zeros[2];
+} s16_factors;
+
+KT_INLINE s16_factors s16_factors_of(int blocks, const char *of, int64_t scale_bytes, int64_t group, int64_t groups,
+                                     s16_codes f) {
+    s16_factors factors;
+    KT_UNROLL for (int b = 0; b < blocks; b++) {
+        factors.scale[b] = f.scale(of + b * scale_bytes, group);
+        if (f.zeros)
+            factors.zeros[b] = f.zeros(of + b * scale_bytes, group, groups);
+    }
+    return factors;
+}
+
+/* Adds the sum of a group, the first or a later one, to those before. */
+KT_INLINE void s16_join(float *to, int later, vi32 group_sum, s16_group x, const s16_factors *factors, int b,
+                        s16_codes f) {
+    vf32 sum = vf32_from_vi32(group_sum);
+    if (f.zeros)
+        sum = vf32_fma(factors->zeros[b], vf32_set1(-(float)x.sum), sum);
+    vf32_store(to, vf32_fma(vf32_mul(sum, vf32_set1(x.unit)), factors->scale[b],
+                            later ? vf32_load(to) : vf32_set1(0.0f)));
+}
+
+/* What 32 values of one or two blocks at w, whose later ones are `left` bytes, ask to be fetched: scales, and the
+ * place of the weights. */
+KT_INLINE const char *s16_fetch(int blocks, const bf16_stream *next, const char *w, int64_t left, const char *next_of,
+                                int64_t scale_bytes) {
+    KT_UNROLL for (int b = 0; b < blocks; b++)
+        KT_PREFETCH(next_of + b * scale_bytes);
+    return KT_AHEAD < left ? w + KT_AHEAD : next->next + (KT_AHEAD - left);
+}
+
 /* Sums of rows with a block or two at w, whose scales are at of; scale_bytes from one block's to the next. For one row
  * a field of words has its own sum: to mask it is less work than to shift it too. next: as of bf16_stream, or NULL. */
 KT_INLINE void s16_micro(int rows, int blocks, s16_rows x, int64_t k, const char *w, int64_t each, const char *of,
@@ -168,6 +226,7 @@ KT_INLINE void s16_micro(int rows, int blocks, s16_rows x, int64_t k, const char
     const int64_t bytes = k / 32 * each, groups = s16_groups(k, f.group);
     const char *next_of = next ? next->next_scale : NULL;
     const int fields = rows == 1 ? 16 / f.bits : 1;
+    int64_t left = bytes;
     for (int64_t g = 0, i = 0, at = 0; g < groups; g++) {
         vi32 acc[KT_S16_TILE_ROWS][2][4];
         KT_EACH {
@@ -175,13 +234,10 @@ KT_INLINE void s16_micro(int rows, int blocks, s16_rows x, int64_t k, const char
             KT_UNROLL for (int p = 1; p < fields; p++)
                 acc[r][b][p] = vi32_set1(0);
         }
-        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32, at += x.step, w += each) {
-            const int64_t ahead = i / 32 * each + KT_AHEAD;
+        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32, at += x.step, w += each, left -= each) {
             const char *fetch = NULL;
             if (next) {
-                fetch = ahead < bytes ? w + KT_AHEAD : next->next + (ahead - bytes);
-                KT_UNROLL for (int b = 0; b < blocks; b++)
-                    KT_PREFETCH(next_of + b * scale_bytes);
+                fetch = s16_fetch(blocks, next, w, left, next_of, scale_bytes);
                 next_of += next->scale_each;
             }
 #pragma GCC unroll 16
@@ -199,25 +255,75 @@ KT_INLINE void s16_micro(int rows, int blocks, s16_rows x, int64_t k, const char
                 }
             }
         }
-        vf32 scale[2], zeros[2];
-        KT_UNROLL for (int b = 0; b < blocks; b++) {
-            scale[b] = f.scale(of + b * scale_bytes, g);
-            if (f.zeros)
-                zeros[b] = f.zeros(of + b * scale_bytes, g, groups);
-        }
+        const s16_factors factors = s16_factors_of(blocks, of, scale_bytes, g, groups, f);
         KT_EACH {
-            const s16_group x_of = x.of[r][g];
             KT_UNROLL for (int p = 1; p < fields; p++)
                 acc[r][b][0] = vi32_add(acc[r][b][0], p + 1 < fields ? vi32_sar(acc[r][b][p], (unsigned)(p * f.bits))
                                                                      : acc[r][b][p]);
-            vf32 sum = vf32_from_vi32(acc[r][b][0]);
-            if (f.zeros)
-                sum = vf32_fma(zeros[b], vf32_set1(-(float)x_of.sum), sum);
-            float *to = c[r] + KT_BLOCK * b;
-            vf32_store(to, vf32_fma(vf32_mul(sum, vf32_set1(x_of.unit)), scale[b],
-                                    g ? vf32_load(to) : vf32_set1(0.0f)));
+            s16_join(c[r] + KT_BLOCK * b, g > 0, acc[r][b][0], x.of[r][g], &factors, b, f);
         }
     }
+}
+
+#ifdef KT_HAVE_DOT_S8
+/* The same sums from rows as bytes: one instruction has four products, of codes that take half as much work to unpack.
+ * For one row odd vectors have their own sums, in place if codes have 4 bits. */
+KT_INLINE void s16_split_micro(int rows, int blocks, s16_rows x, int64_t k, const char *w, int64_t each,
+                               const char *of, int64_t scale_bytes, const bf16_stream *next, float (*c)[32],
+                               s16_codes f) {
+    const int64_t bytes = k / 32 * each, groups = s16_groups(k, f.group);
+    const char *next_of = next->next_scale;
+    const int parts = rows == 1 ? 2 : 1, in_place = rows == 1 && f.bits == 4;
+    int64_t left = bytes;
+    for (int64_t g = 0, i = 0; g < groups; g++) {
+        vi32 high[KT_S16_FEW_ROWS][2][2], low[KT_S16_FEW_ROWS][2][2];
+        KT_EACH {
+            high[r][b][0] = high[r][b][1] = low[r][b][1] = vi32_set1(0);
+            low[r][b][0] = vi32_set1(f.offset * x.of[r][g].sum);
+        }
+        for (int64_t part = 0; part < f.group && i < k; part += 32, i += 32, w += each, left -= each) {
+            const char *fetch = s16_fetch(blocks, next, w, left, next_of, scale_bytes);
+            next_of += next->scale_each;
+            KT_UNROLL for (int j = 0; j < 8; j++) {
+                vi32 codes[2];
+                KT_UNROLL for (int b = 0; b < blocks; b++)
+                    codes[b] = f.bytes(w + b * bytes, j, in_place);
+                if (j * each % 512 == 0)
+                    KT_UNROLL for (int b = 0; b < blocks; b++)
+                        KT_PREFETCH(fetch + b * bytes + j * each / 8);
+                KT_EACH {
+                    int32_t upper, lower;
+                    memcpy(&upper, x.q[r] + i + 4 * j, sizeof upper);
+                    memcpy(&lower, x.q[r] + i + 4 * j + 2, sizeof lower);
+                    high[r][b][j % parts] = vi32_dot_s8(high[r][b][j % parts], codes[b], upper);
+                    low[r][b][j % parts] = vi32_dot_s8(low[r][b][j % parts], codes[b], lower);
+                }
+            }
+        }
+        const s16_factors factors = s16_factors_of(blocks, of, scale_bytes, g, groups, f);
+        KT_EACH {
+            vi32 upper = high[r][b][0], lower = low[r][b][0];
+            if (parts == 2) {
+                upper = vi32_add(upper, in_place ? vi32_sar(high[r][b][1], 4) : high[r][b][1]);
+                lower = vi32_add(lower, in_place ? vi32_sar(low[r][b][1], 4) : low[r][b][1]);
+            }
+            const vi32 sum = vi32_sub(vi32_shl(upper, 8), lower);
+            s16_join(c[r] + KT_BLOCK * b, g > 0, f.lower ? vi32_shl(sum, f.lower) : sum, x.of[r][g], &factors, b, f);
+        }
+    }
+}
+#endif
+
+/* Few rows where they lie. */
+KT_INLINE void s16_few(int rows, int blocks, s16_rows x, int64_t k, const char *w, int64_t each, const char *of,
+                       int64_t scale_bytes, const bf16_stream *next, float (*c)[32], s16_codes f) {
+#ifdef KT_HAVE_DOT_S8
+    KT_UNROLL for (int r = 0; r < rows; r++)
+        x.q[r] = (const int16_t *)((const char *)x.q[r] + s16_whole(k, f.group));
+    s16_split_micro(rows, blocks, x, k, w, each, of, scale_bytes, next, c, f);
+#else
+    s16_micro(rows, blocks, x, k, w, each, of, scale_bytes, next, c, f);
+#endif
 }
 
 /* The sums of a strip from rows where they lie. */
@@ -244,13 +350,13 @@ KT_INLINE void s16_vectors(const kt_strip *now, bf16_stream stream, s16_codes f)
                 next.next = w + bytes;
             next.next_scale += n * s.scale_bytes;
             if (KT_BF16_BLOCKS > 1 && together > 1)
-                s16_micro(1, KT_BF16_BLOCKS, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
+                s16_few(1, KT_BF16_BLOCKS, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
             else if (count == 1)
-                s16_micro(1, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
+                s16_few(1, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
             else if (count == 2)
-                s16_micro(2, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
+                s16_few(2, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
             else
-                s16_micro(KT_S16_FEW_ROWS, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
+                s16_few(KT_S16_FEW_ROWS, 1, x, k, w, s.each, of, s.scale_bytes, &next, c, f);
         }
     }
 }
@@ -303,7 +409,7 @@ KT_INLINE vi32 s16_panel_words(const char *w, int64_t j, int in_place) {
 KT_INLINE void s16_from_panel(const kt_strip *now, int64_t scale_bytes, s16_codes f) {
     const kt_gemm *g = now->g;
     const int64_t k = g->k, each = 64 * 16;
-    const s16_codes words = {f.group, 16, 0, s16_panel_words, f.scale, NULL};
+    const s16_codes words = {f.group, 16, 0, s16_panel_words, NULL, 0, 0, f.scale, NULL};
     for (int64_t i = 0; i < now->rows; i += KT_S16_TILE_ROWS) {
         s16_rows x;
         for (int64_t j = 0; j < KT_S16_TILE_ROWS; j++)

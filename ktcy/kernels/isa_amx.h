@@ -1,9 +1,10 @@
-/* AMX: 32 x 32 products in tiles; few rows use the VNNI dot product. */
+/* AMX: 32 x 32 products in tiles; few rows use the VNNI dot product. CPUs with tiles have vpermb. */
 #ifndef KT_ISA_AMX_H
 #define KT_ISA_AMX_H
 
 #define KT_HAVE_TILES
 #define KT_HAVE_PROBE
+#define KT_HAVE_PERMB
 #include "isa_avx512_bf16.h"
 
 /* Palette 1, eight tiles of 16 rows x 64 bytes. Source: Intel SDM volume 1, chapter 18.

@@ -36,6 +36,33 @@ KT_INLINE __m512i vi32_dot_s16(__m512i acc, __m512i words, int32_t x) {
     return _mm512_dpwssd_epi32(acc, words, _mm512_set1_epi32(x));
 }
 
+/* 32 integers of up to 2^15 - 128 as 256 a - b: of each eight, four a, their b, four other a and b. The bytes a word of
+ * 8-bit codes is multiplied by, or those for the lower and the upper halves of the bytes of 4-bit codes (table.h). */
+KT_INLINE __m512i vi16_split(const int16_t *q, int nibbles) {
+    const __m128i order = nibbles ? _mm_setr_epi8(1, 9, 3, 11, 0, 8, 2, 10, 5, 13, 7, 15, 4, 12, 6, 14)
+                                  : _mm_setr_epi8(1, 5, 3, 7, 0, 4, 2, 6, 9, 13, 11, 15, 8, 12, 10, 14);
+    const __m512i v = _mm512_loadu_si512(q), minus = _mm512_sub_epi16(_mm512_setzero_si512(), v);
+    const __m512i b = _mm512_srai_epi16(_mm512_slli_epi16(minus, 8), 8);
+    const __m512i words = _mm512_or_si512(_mm512_add_epi16(v, b), _mm512_and_si512(b, _mm512_set1_epi16(0xff)));
+    return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(order));
+}
+
+/* The lower (j = 0) or upper halves of bytes, e2m1 codes: 12 plus twice their values. */
+#ifndef KT_HAVE_PERMB
+KT_INLINE __m512i vi8_load_e2m1(const char *p, int64_t j) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const __m512i v = _mm512_loadu_si512(p), code = j ? _mm512_srli_epi16(v, 4) : v;
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_and_si512(code, _mm512_set1_epi8(15)));
+}
+#else
+/* vpermb looks at six bits, so the table repeats. */
+KT_INLINE __m512i vi8_load_e2m1(const char *p, int64_t j) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const __m512i v = _mm512_loadu_si512(p);
+    return _mm512_permutexvar_epi8(j ? _mm512_srli_epi16(v, 4) : v, _mm512_broadcast_i32x4(table));
+}
+#endif
+
 #ifndef KT_HAVE_PROBE
 #define KT_HAVE_PROBE
 KT_INLINE uint64_t kt_probe_s8(int64_t rounds) {

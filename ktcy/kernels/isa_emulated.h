@@ -47,6 +47,7 @@ EMU_SI(emu_xor_si512, _mm256_xor_si256)
 EMU_SI(emu_cmpgt_epi32, _mm256_cmpgt_epi32)
 EMU_SI(emu_maddubs_epi16, _mm256_maddubs_epi16)
 EMU_SI(emu_madd_epi16, _mm256_madd_epi16)
+EMU_SI(emu_shuffle_epi8, _mm256_shuffle_epi8)
 
 #define _mm512_add_ps emu_add_ps
 #define _mm512_sub_ps emu_sub_ps
@@ -67,6 +68,7 @@ EMU_SI(emu_madd_epi16, _mm256_madd_epi16)
 #define _mm512_mullo_epi16 emu_mullo_epi16
 #define _mm512_maddubs_epi16 emu_maddubs_epi16
 #define _mm512_madd_epi16 emu_madd_epi16
+#define _mm512_shuffle_epi8 emu_shuffle_epi8
 
 /* Truth tables of vpternlogd by their number; 0xea is a & b | c. */
 KT_INLINE emu_m512i emu_ternarylogic_0xea(emu_m512i a, emu_m512i b, emu_m512i c) {
@@ -133,12 +135,16 @@ KT_INLINE emu_m512 emu_cvtepi32_ps(emu_m512i a) {
 #undef _mm512_srli_epi32
 #undef _mm512_srai_epi32
 #undef _mm512_srli_epi16
+#undef _mm512_slli_epi16
+#undef _mm512_srai_epi16
 #undef _mm512_roundscale_ps
 #undef _mm512_cvtps_ph
 #define _mm512_slli_epi32(a, n) ((emu_m512i){_mm256_slli_epi32((a).lo, n), _mm256_slli_epi32((a).hi, n)})
 #define _mm512_srli_epi32(a, n) ((emu_m512i){_mm256_srli_epi32((a).lo, n), _mm256_srli_epi32((a).hi, n)})
 #define _mm512_srai_epi32(a, n) ((emu_m512i){_mm256_srai_epi32((a).lo, n), _mm256_srai_epi32((a).hi, n)})
 #define _mm512_srli_epi16(a, n) ((emu_m512i){_mm256_srli_epi16((a).lo, n), _mm256_srli_epi16((a).hi, n)})
+#define _mm512_slli_epi16(a, n) ((emu_m512i){_mm256_slli_epi16((a).lo, n), _mm256_slli_epi16((a).hi, n)})
+#define _mm512_srai_epi16(a, n) ((emu_m512i){_mm256_srai_epi16((a).lo, n), _mm256_srai_epi16((a).hi, n)})
 #define _mm512_roundscale_ps(a, mode) ((emu_m512){_mm256_round_ps((a).lo, mode), _mm256_round_ps((a).hi, mode)})
 #define _mm512_cvtps_ph(a, mode) _mm256_set_m128i(_mm256_cvtps_ph((a).hi, mode), _mm256_cvtps_ph((a).lo, mode))
 KT_INLINE emu_m512 emu_cvtph_ps(__m256i a) {
@@ -196,6 +202,21 @@ KT_INLINE emu_m512i emu_permutexvar_epi16(emu_m512i index, emu_m512i table) {
     return index;
 }
 #define _mm512_permutexvar_epi16 emu_permutexvar_epi16
+/* vpermb takes the lower six. */
+KT_INLINE emu_m512i emu_permutexvar_epi8(emu_m512i index, emu_m512i table) {
+    uint8_t at[64], from[64];
+    memcpy(at, &index, 64);
+    memcpy(from, &table, 64);
+    for (int i = 0; i < 64; i++)
+        at[i] = from[at[i] & 63];
+    memcpy(&index, at, 64);
+    return index;
+}
+#define _mm512_permutexvar_epi8 emu_permutexvar_epi8
+KT_INLINE emu_m512i emu_broadcast_i32x4(__m128i a) {
+    return (emu_m512i){_mm256_broadcastsi128_si256(a), _mm256_broadcastsi128_si256(a)};
+}
+#define _mm512_broadcast_i32x4 emu_broadcast_i32x4
 
 /* Lanes of yes where the mask is set. */
 KT_INLINE emu_m512i emu_blend(emu_m512i mask, emu_m512i no, emu_m512i yes) {

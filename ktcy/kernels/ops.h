@@ -59,6 +59,7 @@
       vi32_store(out, vshort_add(vi32_load(a), \
                                  vshort_dot(vshort_start(*(const int32_t *)c), vi32_load(b), ((const int32_t *)c)[1]), \
                                  vshort_factor(vi32_load_s8((const int8_t *)c + 8))))) \
+    KT_SPLIT_OPS(X) \
     KT_TILE_OPS(X)
 
 /* Two vectors of values, one after the other. */
@@ -67,6 +68,16 @@
 #define KT_NIBBLE_OPS(X, j) \
     KT_PAIR_OP(X, vf32_load_e2m1_##j, 64, vf32_load_e2m1(a, j, &even, &odd)) \
     X(vi16_load_e2m1_##j, 64, 0, 0, 64, vi32_store(out, vi16_load_e2m1(a, j)))
+
+#ifdef KT_HAVE_DOT_S8
+#define KT_SPLIT_OPS(X) \
+    X(vi16_split_0, 64, 0, 0, 64, vi32_store(out, vi16_split(a, 0))) \
+    X(vi16_split_1, 64, 0, 0, 64, vi32_store(out, vi16_split(a, 1))) \
+    X(vi8_load_e2m1_0, 64, 0, 0, 64, vi32_store(out, vi8_load_e2m1(a, 0))) \
+    X(vi8_load_e2m1_1, 64, 0, 0, 64, vi32_store(out, vi8_load_e2m1(a, 1)))
+#else
+#define KT_SPLIT_OPS(X)
+#endif
 
 /* A is 32 rows x 64 bytes of activations in tiles, B two blocks of 16 lines, C the 32 x 32 sums. */
 #ifdef KT_HAVE_TILES

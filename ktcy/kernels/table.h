@@ -49,8 +49,11 @@
  * for 64 and for mxfp4, 13 for 128, 12 for 8-bit codes: units are 2^-11 of a group's largest value or less, where
  * bfloat16 rounds that by up to 2^-9. A group under 2^-100 is zeros; a row with a value of 2^112 or more, inf or NaN is
  * all NaN.
- * A row is K int16, then for each group its unit (float32) and the sum of its integers (int32). Tiles: on AMX those of
- * the bf16 core; elsewhere 16 x 64 bytes of int16, and after those of all K the groups of each of the 16 rows.
+ * A row is K int16, then for each group its unit (float32) and the sum of its integers (int32); with VNNI, from the
+ * next 64 bytes on, each integer again as two int8, 256 a - b: of each 8 values of K four a, their b, four other a,
+ * their b, in the order that codes are unpacked in: k, k+2, k+1, k+3 and k+4, k+6, k+5, k+7 for 8 bits; for 4 bits
+ * k, k+4, k+1, k+5 and k+2, k+6, k+3, k+7. Tiles: on AMX those of the bf16 core; elsewhere 16 x 64 bytes of int16, and
+ * after those of all K the groups of each of the 16 rows.
  *
  * Codes with a 16-bit scale for each group of K, on the int16 core: a value is (code - zero) * scale. The scale comes
  * after the sum of its group, in float32, y = fma(sum, scale, y), ascending K: nothing of a checkpoint is rounded. (To
