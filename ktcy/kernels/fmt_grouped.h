@@ -126,9 +126,9 @@ KT_INLINE vi32 grouped_bytes(grouped f, const char *w, int64_t j, int in_place) 
     KT_INLINE vf32 name##_zeros(const char *of, int64_t g, int64_t groups) { \
         return vf32_from_vi32(vi32_load_u4((const uint8_t *)of + 32 * groups + 8 * g)); \
     } \
-    static const s16_codes name##_s16 = {group, bits, zeros ? 0 : 1 << (bits - 1), name##_words, name##_bytes, \
-                                         zeros ? 0 : 1 << (bits - 1), 0, name##_group_scale, \
-                                         zeros ? name##_zeros : NULL}; \
+    enum { name##_zero = zeros ? 0 : 1 << (bits - 1) }; \
+    static const s16_codes name##_s16 = {group, bits, name##_zero, name##_words, name##_bytes, name##_zero, 0, \
+                                         name##_group_scale, zeros ? name##_zeros : NULL}; \
     KT_S16_PRODUCTS(name, name##_s16, s16_sums, name##_scale)
 
 KT_GROUPED(rawint4, 4, 32, 0, KT_BF16)

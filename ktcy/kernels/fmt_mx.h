@@ -148,7 +148,8 @@ KT_INLINE vi32 e2m1_bytes(const char *w, int64_t j, int in_place) { return vi8_l
 #else
 #define e2m1_bytes NULL
 #endif
-static const s16_codes e2m1_s16 = {KT_MX_GROUP, 16, 0, e2m1_words, e2m1_bytes, 12, 8, e2m1_scale, NULL};
+static const s16_codes e2m1_s16 = {.group = KT_MX_GROUP, .bits = 16, .words = e2m1_words, .bytes = e2m1_bytes,
+                                   .offset = 12, .lower = 8, .scale = e2m1_scale};
 
 /* Halves of the values: 2^(e - 126) is a normal number for every e. */
 KT_MX_DECODE(mxfp4, e2m1_line, 1)

@@ -84,10 +84,7 @@ KT_INLINE void s16_quantize(const void *src, kt_dtype dtype, int64_t k, int64_t 
     const int64_t padded = kt_round_up(k, KT_KPAD);
     char *split = (char *)row + s16_whole(padded, group);
     for (int64_t i = 0; i < padded; i += 32)
-        if (bits == 12)
-            vi32_store((int32_t *)(split + 2 * i), vi16_split((const int16_t *)row + i, 0));
-        else
-            vi32_store((int32_t *)(split + 2 * i), vi16_split((const int16_t *)row + i, 1));
+        vi32_store((int32_t *)(split + 2 * i), vi16_split((const int16_t *)row + i, bits > 12));
 #endif
 }
 
@@ -409,7 +406,7 @@ KT_INLINE vi32 s16_panel_words(const char *w, int64_t j, int in_place) {
 KT_INLINE void s16_from_panel(const kt_strip *now, int64_t scale_bytes, s16_codes f) {
     const kt_gemm *g = now->g;
     const int64_t k = g->k, each = 64 * 16;
-    const s16_codes words = {f.group, 16, 0, s16_panel_words, NULL, 0, 0, f.scale, NULL};
+    const s16_codes words = {.group = f.group, .bits = 16, .words = s16_panel_words, .scale = f.scale};
     for (int64_t i = 0; i < now->rows; i += KT_S16_TILE_ROWS) {
         s16_rows x;
         for (int64_t j = 0; j < KT_S16_TILE_ROWS; j++)

@@ -47,21 +47,18 @@ KT_INLINE __m512i vi16_split(const int16_t *q, int nibbles) {
     return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(order));
 }
 
-/* The lower (j = 0) or upper halves of bytes, e2m1 codes: 12 plus twice their values. */
-#ifndef KT_HAVE_PERMB
+/* The lower (j = 0) or upper halves of bytes, e2m1 codes: 12 plus twice their values. vpermb looks at six bits of an
+ * index, and the table repeats; vpshufb at the uppermost one too. */
 KT_INLINE __m512i vi8_load_e2m1(const char *p, int64_t j) {
-    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     const __m512i v = _mm512_loadu_si512(p), code = j ? _mm512_srli_epi16(v, 4) : v;
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), _mm512_and_si512(code, _mm512_set1_epi8(15)));
-}
+#ifdef KT_HAVE_PERMB
+    return _mm512_permutexvar_epi8(code, table);
 #else
-/* vpermb looks at six bits, so the table repeats. */
-KT_INLINE __m512i vi8_load_e2m1(const char *p, int64_t j) {
-    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-    const __m512i v = _mm512_loadu_si512(p);
-    return _mm512_permutexvar_epi8(j ? _mm512_srli_epi16(v, 4) : v, _mm512_broadcast_i32x4(table));
-}
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(code, _mm512_set1_epi8(15)));
 #endif
+}
 
 #ifndef KT_HAVE_PROBE
 #define KT_HAVE_PROBE

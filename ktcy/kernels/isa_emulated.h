@@ -191,27 +191,20 @@ KT_INLINE emu_m512 emu_permutexvar_ps(emu_m512i index, emu_m512 table) {
     return (emu_m512){emu_permutexvar_half(index.lo, table), emu_permutexvar_half(index.hi, table)};
 }
 #define _mm512_permutexvar_ps emu_permutexvar_ps
-/* vpermw takes the lower five. */
-KT_INLINE emu_m512i emu_permutexvar_epi16(emu_m512i index, emu_m512i table) {
-    uint16_t at[32], from[32];
-    memcpy(at, &index, 64);
-    memcpy(from, &table, 64);
-    for (int i = 0; i < 32; i++)
-        at[i] = from[at[i] & 31];
-    memcpy(&index, at, 64);
-    return index;
-}
+/* vpermw takes the lower five, vpermb six. */
+#define EMU_PERMUTE(name, type, count) \
+    KT_INLINE emu_m512i name(emu_m512i index, emu_m512i table) { \
+        type at[count], from[count]; \
+        memcpy(at, &index, 64); \
+        memcpy(from, &table, 64); \
+        for (int i = 0; i < count; i++) \
+            at[i] = from[at[i] % count]; \
+        memcpy(&index, at, 64); \
+        return index; \
+    }
+EMU_PERMUTE(emu_permutexvar_epi16, uint16_t, 32)
+EMU_PERMUTE(emu_permutexvar_epi8, uint8_t, 64)
 #define _mm512_permutexvar_epi16 emu_permutexvar_epi16
-/* vpermb takes the lower six. */
-KT_INLINE emu_m512i emu_permutexvar_epi8(emu_m512i index, emu_m512i table) {
-    uint8_t at[64], from[64];
-    memcpy(at, &index, 64);
-    memcpy(from, &table, 64);
-    for (int i = 0; i < 64; i++)
-        at[i] = from[at[i] & 63];
-    memcpy(&index, at, 64);
-    return index;
-}
 #define _mm512_permutexvar_epi8 emu_permutexvar_epi8
 KT_INLINE emu_m512i emu_broadcast_i32x4(__m128i a) {
     return (emu_m512i){_mm256_broadcastsi128_si256(a), _mm256_broadcastsi128_si256(a)};
