@@ -6,10 +6,11 @@
  *   requantize h                                   -> rows or tiles
  *   down       a task owns 16 W output columns and adds the experts in ascending id -> out [M, H]
  *
- * With few tokens and one group, gate/up, requantize and down are one loop: the last gate/up task of an expert
- * requantizes its rows, and a thread that finds no gate/up task left fetches the weights of its first down task until
- * all of h is there (-2 % at one token on 16 threads with AMX). The last tasks of both are finer, so that threads end
- * together (-2 to -4 %): a thread waited for 20 of 226 us.
+ * With few tokens and one group, all of it is one loop: tasks that quantize x, then gate/up, of which the last of an
+ * expert requantizes its rows, then down. Who needs x or an expert's h before it is there fetches weights meanwhile. On
+ * 16 threads with AMX at one token, one loop is 2 % faster than a loop a stage, and to wait for one expert's h instead
+ * of all and not for x before the loop 1 % (int8) to 3 % (4 bits) faster again. The last tasks of gate/up and down are
+ * finer, so that threads end together (-2 to -4 %): a thread waited for 20 of 226 us.
  *
  * With many tokens and one group, gather, gate/up and requantize are one task over a panel of rows of an expert and
  * all its columns: tiles and h of the panel stay in L2 (-10 % at 4096 tokens, -13 % at 1024 on 16 threads with AMX).
@@ -49,7 +50,7 @@
 /* Up to here a down task writes its columns straight to out. Beyond, that is a cache line in another page for each
  * token; columns are kept together and copied row by row at the end (-8 % at 4096 tokens on 16 threads). */
 #define KT_DIRECT_TOKENS 64
-/* Up to here gate/up, requantize and down are one loop (16 tokens of 8 experts: +1 %). */
+/* Up to here all stages are one loop (16 tokens of 8 experts: +1 %). */
 #define KT_CHAINED_SLOTS 64
 /* Beyond, a down task owns twice the columns for half of the tokens: as many sums, and the rows of h, which come from
  * L3, are read half as often (-4 % at 4096 tokens, no gain at 1024). */
@@ -125,8 +126,12 @@ typedef struct {
     kt_part *part;  /* [groups] */
     int64_t *tasks; /* [groups] of one stage */
     int32_t *offset, *first_tile, *expert_ids, *token;
-    int32_t *left;   /* [active + 1] gate/up tasks of each active expert that are not over; last: such experts */
-    int64_t h_ended; /* when the last of them was */
+    /* Whether all is one loop; its tasks that quantize x; [active + 2] what is not over: gate/up tasks of each active
+     * expert and one until its h is requantized, such experts, tasks of x; and when the last of these two were. */
+    bool chained;
+    int64_t firsts;
+    int32_t *left;
+    int64_t x_ended, h_ended;
     int32_t *panel; /* [panels + 1] first unit */
     float *route;
     char *x, *x_tiles, *hq, *h_tiles;
@@ -185,7 +190,7 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
         KT_TAKE(p->offset, int32_t, layer->experts + 1);
         KT_TAKE(p->first_tile, int32_t, layer->experts);
         KT_TAKE(p->expert_ids, int32_t, touched);
-        KT_TAKE(p->left, int32_t, touched + 1);
+        KT_TAKE(p->left, int32_t, touched + 2);
         KT_TAKE(p->token, int32_t, slots);
         KT_TAKE(p->route, float, slots);
         KT_TAKE(p->unit, kt_unit, units);
@@ -310,17 +315,6 @@ static inline void kt_gemm_from(kt_gemm *g, int64_t row, int64_t tile)
         g->tiles = (const char *)g->tiles + row * tile;
 }
 
-static void kt_task_quantize(void *ctx, int64_t t, int thread)
-{
-    const kt_plan *p = ctx;
-    const kt_batch *b = p->batch;
-    kt_thread state;
-    p->layer->kernels->begin(&state);
-    p->layer->format->quantize(b->x + t * b->x_stride, b->x_dtype, p->layer->hidden, p->x + t * p->x_bytes,
-                               &p->x_meta[t]);
-    p->layer->kernels->end(&state);
-}
-
 /* A row of n elements in an order, or as it is. */
 static inline const void *kt_plan_sorted(const void *row, kt_dtype dtype, const int32_t *order, int64_t n, void *to)
 {
@@ -334,19 +328,24 @@ static inline const void *kt_plan_sorted(const void *row, kt_dtype dtype, const 
     return to;
 }
 
-/* In place of kt_task_quantize in an ordered layer: the rows of a unit, each where its slot is. */
-static void kt_task_sort(void *ctx, int64_t i, int thread)
+/* Tasks that quantize x, and the rows that they make. */
+static inline int64_t kt_quantizes(const kt_plan *p) { return p->layer->ordered ? p->units : p->batch->tokens; }
+static inline int64_t kt_x_rows(const kt_plan *p) { return p->layer->ordered ? p->slots : p->batch->tokens; }
+
+/* A row of x; in an ordered layer those of a unit, each where its slot is. */
+static void kt_task_quantize(void *ctx, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
     const kt_batch *b = p->batch;
-    const kt_unit u = p->unit[i];
-    const int32_t *order = p->layer->slices->gate_up[u.expert].order;
+    const kt_unit u = p->layer->ordered ? p->unit[i] : (kt_unit){.slot = (int32_t)i, .rows = 1};
+    const int32_t *order = p->layer->ordered ? p->layer->slices->gate_up[u.expert].order : NULL;
     kt_thread state;
     p->layer->kernels->begin(&state);
-    for (int64_t slot = u.slot; slot < u.slot + u.rows; slot++) {
-        const void *row = kt_plan_sorted(b->x + p->token[slot] * b->x_stride, b->x_dtype, order, p->layer->hidden,
-                                         kt_plan_own(p, thread) + p->sorted_at);
-        p->layer->format->quantize(row, b->x_dtype, p->layer->hidden, p->x + slot * p->x_bytes, &p->x_meta[slot]);
+    for (int64_t at = u.slot; at < u.slot + u.rows; at++) {
+        const char *row = b->x + (p->layer->ordered ? p->token[at] : at) * b->x_stride;
+        p->layer->format->quantize(kt_plan_sorted(row, b->x_dtype, order, p->layer->hidden,
+                                                  kt_plan_own(p, thread) + p->sorted_at),
+                                   b->x_dtype, p->layer->hidden, p->x + at * p->x_bytes, &p->x_meta[at]);
     }
     p->layer->kernels->end(&state);
 }
@@ -393,6 +392,20 @@ static inline void kt_fetch_blocks(const kt_format *f, const kt_matrix *w, int64
     kt_fetch((const char *)w->scale + block * f->scale_bytes(k), n, f->scale_bytes(k));
 }
 
+/* Until left is 0, fetching what lies at w meanwhile. */
+static inline void kt_await(const int32_t *left, const char *w, int64_t bytes)
+{
+    for (int64_t rounds = 1, at = 0; __atomic_load_n(left, __ATOMIC_ACQUIRE); rounds++) {
+        if (at < bytes)
+            for (const int64_t stop = at + 1024 < bytes ? at + 1024 : bytes; at < stop; at += 64)
+                __builtin_prefetch(w + at, 0, 2);
+        else if (rounds % 1024)
+            __builtin_ia32_pause();
+        else
+            sched_yield();
+    }
+}
+
 static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
@@ -401,9 +414,12 @@ static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
     const int64_t a = kt_gate_up_expert(p, group, i), expert = p->expert_ids[a];
     const int64_t run = a + 1 < p->active ? p->pair_run : 1, j0 = (i - a * part->runs) * run;
     const int64_t j1 = j0 + run < s->pairs ? j0 + run : s->pairs;
-    kt_fetch_blocks(p->layer->format, &s->gate_up[expert], 2 * j0, 2, p->layer->hidden);
+    const int64_t block_bytes = p->layer->format->weight_bytes(p->layer->hidden);
     const kt_gemm g = kt_plan_gemm(p, expert, &s->gate_up[expert], false, thread);
     kt_thread state;
+    kt_fetch_blocks(p->layer->format, &s->gate_up[expert], 2 * j0, 2, p->layer->hidden);
+    if (p->firsts)
+        kt_await(&p->left[p->active + 1], (const char *)g.weight + 2 * j0 * block_bytes, 2 * (j1 - j0) * block_bytes);
     p->layer->kernels->begin(&state);
     p->layer->format->gate_up(&g, &p->layer->activation, j0, j1,
                               part->h + p->offset[expert] * part->ldh, part->ldh);
@@ -535,6 +551,8 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
         const int64_t to = t1 < b->tokens ? kt_slot_of(p, from, end, t1) : end;
         if (from == to)
             continue;
+        if (p->chained)
+            kt_await(&p->left[a], (const char *)s->down[expert].weight + b0 * block_bytes, (b1 - b0) * block_bytes);
         kt_gemm g = kt_plan_gemm(p, expert, &s->down[expert], true, thread);
         g.skip = g.tiles ? (from - first) % 16 : 0;
         const int64_t row = from - first - g.skip;
@@ -566,46 +584,35 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
     p->layer->kernels->end(&state);
 }
 
-/* Until h is whole, fetching the weights of a down task meanwhile. */
-static void kt_plan_await(const kt_plan *p, int64_t i)
+/* Counts down what is left; who ends it notes when. */
+static inline void kt_one_less(int32_t *left, int64_t *ended)
 {
-    const int64_t bytes = p->layer->format->weight_bytes(p->layer->inter);
-    const int64_t begin = kt_down_block(p, 0, i) * bytes, end = kt_down_block(p, 0, i + 1) * bytes;
-    int64_t a = 0, at = begin;
-    for (int rounds = 1; __atomic_load_n(&p->left[p->active], __ATOMIC_ACQUIRE); rounds++) {
-        if (a < p->active) {
-            const char *w = p->layer->slices->down[p->expert_ids[a]].weight;
-            for (const int64_t stop = at + 1024 < end ? at + 1024 : end; at < stop; at += 64)
-                __builtin_prefetch(w + at, 0, 2);
-            if (at == end) {
-                at = begin;
-                a++;
-            }
-        } else if (rounds % 1024) {
-            __builtin_ia32_pause();
-        } else {
-            sched_yield();
-        }
-    }
+    const int64_t now = kt_now();
+    if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0)
+        *ended = now;
 }
 
-/* Each expert has one unit, of its own number. Every task that a down task waits for was claimed before it. */
+/* Each expert has one unit, of its own number. What a task waits for was claimed before it. */
 static void kt_task_chained(void *ctx, int group, int64_t i, int thread)
 {
     kt_plan *p = ctx;
-    const int64_t down = i - kt_gate_ups(p, group), a = kt_gate_up_expert(p, group, i);
+    const int64_t gate_up = i - p->firsts, down = gate_up - kt_gate_ups(p, group);
+    if (gate_up < 0) {
+        kt_task_quantize(p, i, thread);
+        kt_one_less(&p->left[p->active + 1], &p->x_ended);
+        return;
+    }
     if (down >= 0) {
-        kt_plan_await(p, down);
         kt_task_down(p, group, down, thread);
         return;
     }
-    kt_task_gate_up(p, group, i, thread);
-    if (__atomic_sub_fetch(&p->left[a], 1, __ATOMIC_ACQ_REL))
+    const int64_t a = kt_gate_up_expert(p, group, gate_up);
+    kt_task_gate_up(p, group, gate_up, thread);
+    if (__atomic_sub_fetch(&p->left[a], 1, __ATOMIC_ACQ_REL) > 1)
         return;
     kt_task_requantize(p, a, thread);
-    const int64_t now = kt_now();
-    if (__atomic_sub_fetch(&p->left[p->active], 1, __ATOMIC_ACQ_REL) == 0)
-        p->h_ended = now;
+    __atomic_store_n(&p->left[a], 0, __ATOMIC_RELEASE);
+    kt_one_less(&p->left[p->active], &p->h_ended);
 }
 
 /* KT_BLOCK rows of out from the columns of all down tasks. */
@@ -646,15 +653,18 @@ typedef struct {
     int64_t started, ended[KT_N_PHASES];
 } kt_times;
 
-/* Gate/up, requantize and down of few slots on the one group. */
+/* What is left of few slots, on the one group. */
 static inline void kt_forward_chained(kt_plan *p, kt_pool *pool, kt_times *times)
 {
     for (int64_t a = 0; a + 1 < p->active; a++)
-        p->left[a] = (int32_t)p->part->runs;
-    p->left[p->active - 1] = (int32_t)p->layer->slices->pairs;
+        p->left[a] = (int32_t)p->part->runs + 1;
+    p->left[p->active - 1] = (int32_t)p->layer->slices->pairs + 1;
     p->left[p->active] = (int32_t)p->active;
-    p->tasks[0] += p->part->downs;
+    p->left[p->active + 1] = (int32_t)p->firsts;
+    p->tasks[0] += p->firsts + p->part->downs;
     kt_pool_run_groups_locked(pool, kt_task_chained, p, p->tasks);
+    if (p->firsts)
+        times->ended[KT_PHASE_quantize] = times->ended[KT_PHASE_gather] = p->x_ended;
     times->ended[KT_PHASE_gate_up] = times->ended[KT_PHASE_requantize] = p->h_ended;
     times->ended[KT_PHASE_down] = kt_now();
 }
@@ -673,7 +683,7 @@ static inline bool kt_forward_h(kt_plan *p, kt_pool *pool, kt_times *times)
         p->part[g].runs = kt_ceil(l->slices[g].pairs, p->pair_run);
         p->tasks[g] = kt_gate_ups(p, (int)g);
     }
-    if (l->groups == 1 && p->halves == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS) {
+    if (p->chained) {
         kt_forward_chained(p, pool, times);
         return true;
     }
@@ -695,10 +705,10 @@ static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
     if (bad)
         return bad;
     times->ended[KT_PHASE_plan] = kt_now();
-    if (l->ordered)
-        kt_stage(pool, kt_task_sort, p, p->units, p->slots * p->k_hidden);
-    else
-        kt_stage(pool, kt_task_quantize, p, tokens, tokens * p->k_hidden);
+    p->chained = l->groups == 1 && p->halves == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS;
+    p->firsts = p->chained && !p->tiles ? kt_quantizes(p) : 0;
+    if (!p->firsts)
+        kt_stage(pool, kt_task_quantize, p, kt_quantizes(p), kt_x_rows(p) * p->k_hidden);
     times->ended[KT_PHASE_quantize] = kt_now();
     for (int64_t g = 0; g < l->groups; g++) {
         /* Two of one block for each thread. */
