@@ -32,7 +32,7 @@ cdef void read_slice(void *ctx, int64_t i, int thread) noexcept nogil:
 cdef void dot(void *ctx, int64_t i, int thread) noexcept nogil:
     cdef Probe *p = <Probe *>ctx
     cdef kt_thread state
-    p.kernels.begin(&state)
+    p.kernels.begin(&state, 1)
     p.result[i] = p.kernels.probe_bf16(p.rounds) if p.bf16 else p.kernels.probe_s8(p.rounds)
     p.kernels.end(&state)
 

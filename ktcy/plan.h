@@ -340,7 +340,7 @@ static void kt_task_quantize(void *ctx, int64_t i, int thread)
     const kt_unit u = p->layer->ordered ? p->unit[i] : (kt_unit){.slot = (int32_t)i, .rows = 1};
     const int32_t *order = p->layer->ordered ? p->layer->slices->gate_up[u.expert].order : NULL;
     kt_thread state;
-    p->layer->kernels->begin(&state);
+    p->layer->kernels->begin(&state, 0);
     for (int64_t at = u.slot; at < u.slot + u.rows; at++) {
         const char *row = b->x + (p->layer->ordered ? p->token[at] : at) * b->x_stride;
         p->layer->format->quantize(kt_plan_sorted(row, b->x_dtype, order, p->layer->hidden,
@@ -420,7 +420,7 @@ static void kt_task_gate_up(void *ctx, int group, int64_t i, int thread)
     kt_fetch_blocks(p->layer->format, &s->gate_up[expert], 2 * j0, 2, p->layer->hidden);
     if (p->firsts)
         kt_await(&p->left[p->active + 1], (const char *)g.weight + 2 * j0 * block_bytes, 2 * (j1 - j0) * block_bytes);
-    p->layer->kernels->begin(&state);
+    p->layer->kernels->begin(&state, g.tiles != NULL);
     p->layer->format->gate_up(&g, &p->layer->activation, j0, j1,
                               part->h + p->offset[expert] * part->ldh, part->ldh);
     p->layer->kernels->end(&state);
@@ -464,7 +464,7 @@ static void kt_task_requantize(void *ctx, int64_t i, int thread)
 {
     const kt_plan *p = ctx;
     kt_thread state;
-    p->layer->kernels->begin(&state);
+    p->layer->kernels->begin(&state, 0);
     kt_requantize(p, &p->unit[i], NULL, thread);
     p->layer->kernels->end(&state);
 }
@@ -499,7 +499,7 @@ static void kt_task_panel(void *ctx, int64_t i, int thread)
         for (const kt_unit *u = first; u < end; u++, tiles += 16 * p->x_tile)
             kt_gather(p, u, tiles);
     }
-    p->layer->kernels->begin(&state);
+    p->layer->kernels->begin(&state, g.tiles != NULL);
     p->layer->format->gate_up(&g, &p->layer->activation, 0, s->pairs, h, p->part->ldh);
     for (const kt_unit *u = first; u < end; u++, h += 16 * p->part->ldh)
         kt_requantize(p, u, h, thread);
@@ -544,7 +544,7 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
         kt_fetch_blocks(f, &s->down[p->expert_ids[0]], b0, b1 - b0 < KT_DOWN_BLOCKS ? 1 : KT_DOWN_BLOCKS,
                         p->layer->inter);
     memset(sums, 0, (size_t)(half * own * KT_BLOCK) * sizeof *sums);
-    p->layer->kernels->begin(&state);
+    p->layer->kernels->begin(&state, p->tiles > 0);
     for (int64_t a = 0; a < p->active; a++) {
         const int64_t expert = p->expert_ids[a], first = p->offset[expert], end = p->offset[expert + 1];
         const int64_t from = t0 ? kt_slot_of(p, first, end, t0) : first;

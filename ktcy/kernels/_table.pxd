@@ -81,7 +81,7 @@ cdef extern from "table.h" nogil:
 
     ctypedef struct kt_kernels:
         const char *name
-        void begin(kt_thread *t) noexcept nogil
+        void begin(kt_thread *t, int tiles) noexcept nogil
         void end(kt_thread *t) noexcept nogil
         void store(const float *src, int64_t n, kt_dtype dtype, void *dst) noexcept nogil
         uint64_t probe_read(const void *p, int64_t bytes) noexcept nogil

@@ -162,7 +162,7 @@ cdef class Kernels:
             op = &self.table.ops[i]
             if op.name.decode() == name:
                 with nogil:
-                    self.table.begin(&state)
+                    self.table.begin(&state, 1)
                     op.call(<void *>at[0], <void *>at[1], <void *>at[2], <void *>target)
                     self.table.end(&state)
         return out
@@ -176,7 +176,7 @@ cdef class Kernels:
         cdef int64_t n = values.size
         cdef int code = dtype_code(out.dtype)
         with nogil:
-            self.table.begin(&state)
+            self.table.begin(&state, 0)
             self.table.store(<float *>source, n, <kt_dtype>code, <void *>target)
             self.table.end(&state)
         return out
@@ -291,7 +291,7 @@ cdef class Format:
         if work == NULL:
             raise MemoryError(f"{self.fmt.pack_work(k)} bytes to pack rows of {k} values")
         with nogil:
-            self.kernels.table.begin(&state)
+            self.kernels.table.begin(&state, 0)
             while row < n and not bad:
                 step = min(n - row, KT_BLOCK)
                 rows.values = <void *>(source + row * rows.row_stride * size)
@@ -348,7 +348,7 @@ cdef class Format:
         cdef int32_t[::1] sums = total
         cdef int64_t width = out.shape[1]
         with nogil:
-            self.kernels.table.begin(&state)
+            self.kernels.table.begin(&state, 0)
             for i in range(m):
                 self.fmt.quantize(<void *>(source + i * stride * size), <kt_dtype>code, k,
                                   <void *>(target + i * width), &meta)
@@ -358,7 +358,7 @@ cdef class Format:
         return out, scale, total
 
     def gate_up(self, x, weight, scale, bias=None, activation=("swiglu", 1.0, float("inf"), 0.0), index=None,
-                tiles=False, blocks=None, out=None):
+                bint tiles=False, blocks=None, out=None):
         """Gate and up products and the activation: h = activation(x gate^T + bias, x up^T + bias).
 
         Parameters
@@ -399,12 +399,12 @@ cdef class Format:
             out = np.empty((g.m, most * KT_BLOCK), np.float32)
         cdef uintptr_t h = address(_packed("out", out, (g.m, most * KT_BLOCK), np.float32))
         with nogil:
-            self.kernels.table.begin(&state)
+            self.kernels.table.begin(&state, tiles)
             self.fmt.gate_up(&g, &act, j0, j1, <float *>h, most * KT_BLOCK)
             self.kernels.table.end(&state)
         return out
 
-    def down(self, x, weight, scale, bias, row, route, out, index=None, tiles=False, blocks=None):
+    def down(self, x, weight, scale, bias, row, route, out, index=None, bint tiles=False, blocks=None):
         """The weighted down product: out[row[i]] += route[i] * (x[i] down^T + bias), in the order of i.
 
         Parameters
@@ -432,7 +432,7 @@ cdef class Format:
         cdef uintptr_t to = address(row), factor = address(route)
         cdef uintptr_t y = address(_packed("out", out, (len(out), most * KT_BLOCK), np.float32))
         with nogil:
-            self.kernels.table.begin(&state)
+            self.kernels.table.begin(&state, tiles)
             self.fmt.down(&g, <int32_t *>to, <float *>factor, b0, b1, <float *>y + b0 * KT_BLOCK, most * KT_BLOCK)
             self.kernels.table.end(&state)
 

@@ -89,7 +89,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KT_CAPSULE "ktcy.kernels.v4"
+#define KT_CAPSULE "ktcy.kernels.v5"
 #define KT_BLOCK 16
 #define KT_KPAD 64
 #define KT_TINY 0x1p-118f
@@ -185,12 +185,14 @@ typedef struct {
 
 typedef struct {
     uint32_t mxcsr;
+    int tiles;
 } kt_thread;
 
 typedef struct {
     const char *name;
-    /* Per-thread set-up around any other call: FTZ, DAZ, tiles. end restores what begin found. */
-    void (*begin)(kt_thread *t);
+    /* Per-thread set-up around any other call: FTZ, DAZ, and the tile registers if a call may get kt_gemm.tiles or is a
+     * probe. end restores what begin found. */
+    void (*begin)(kt_thread *t, int tiles);
     void (*end)(kt_thread *t);
     /* n float32 rounded to the caller's type. */
     void (*store)(const float *src, int64_t n, kt_dtype dtype, void *dst);

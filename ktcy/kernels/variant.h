@@ -18,13 +18,15 @@
 #include "ops.h"
 
 /* FTZ and DAZ as AMX has them in hardware, round to nearest, no traps. */
-static void kt_begin(kt_thread *t) {
-    t->mxcsr = kt_csr_get();
+static void kt_begin(kt_thread *t, int tiles) {
+    *t = (kt_thread){kt_csr_get(), tiles};
     kt_csr_set(0x9fc0);
-    kt_tiles_begin();
+    if (tiles)
+        kt_tiles_begin();
 }
 static void kt_end(kt_thread *t) {
-    kt_tiles_end();
+    if (t->tiles)
+        kt_tiles_end();
     kt_csr_set(t->mxcsr);
 }
 
