@@ -196,21 +196,23 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
     for (int64_t n = 0; n < blocks; n++)
         for (int64_t i = 0; i < g->k; i += 32, from += each) {
             char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
-            vi32 lines[16];
             if (scale_each)
                 KT_PREFETCH((const char *)g->scale + (block + n) * scale_bytes + i / 32 * scale_each);
+            KT_UNROLL for (int64_t first = 0; first < 16; first += KT_PANEL_LINES) {
+                vi32 lines[KT_PANEL_LINES];
 #pragma GCC unroll 16
-            for (int64_t j = 0; j < 16; j++) {
-                vf32 even, odd;
-                decode(&now, n, i, j, &even, &odd);
-                if (j * each % 1024 == 0)
-                    KT_PREFETCH(from + KT_AHEAD + j * each / 16);
-                lines[j] = vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
+                for (int64_t j = 0; j < KT_PANEL_LINES; j++) {
+                    vf32 even, odd;
+                    decode(&now, n, i, first + j, &even, &odd);
+                    if ((first + j) * each % 1024 == 0)
+                        KT_PREFETCH(from + KT_AHEAD + (first + j) * each / 16);
+                    lines[j] = vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
+                }
+                /* Apart, since after a store the compiler would load scales and pointers again. */
+#pragma GCC unroll 16
+                for (int64_t j = 0; j < KT_PANEL_LINES; j++)
+                    vi32_store((int32_t *)(w + 64 * (first + j)), lines[j]);
             }
-            /* Apart, since after a store the compiler would load scales and pointers again. */
-#pragma GCC unroll 16
-            for (int64_t j = 0; j < 16; j++)
-                vi32_store((int32_t *)(w + 64 * j), lines[j]);
         }
 }
 
@@ -219,16 +221,19 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
  * as tiles are (-13 % with groups of 32, from L2; four leave too little of L1 and lose). */
 KT_INLINE void bf16_add_groups(int groups, const kt_strip *now, float (*part)[KT_STRIP][32], int64_t i, int64_t group,
                                bf16_scale scale) {
-    for (int64_t n = 0; n < now->blocks; n++) {
+    /* Copies: what a store of c might change would be loaded again for each row. */
+    float(*const c)[32] = now->c.f32;
+    const int64_t rows = now->rows, blocks = now->blocks;
+    for (int64_t n = 0; n < blocks; n++) {
         vf32 s[2];
         for (int p = 0; p < groups; p++)
             s[p] = scale(now, n, i + p * group);
-        for (int64_t r = 0; r < now->rows; r++) {
-            float *c = now->c.f32[r] + KT_BLOCK * n;
-            vf32 sum = i ? vf32_load(c) : vf32_set1(0.0f);
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < rows; r++) {
+            vf32 sum = vf32_load(c[r] + KT_BLOCK * n);
             for (int p = 0; p < groups; p++)
                 sum = vf32_fma(vf32_load(part[p][r] + KT_BLOCK * n), s[p], sum);
-            vf32_store(c, sum);
+            vf32_store(c[r] + KT_BLOCK * n, sum);
         }
     }
 }
@@ -241,21 +246,24 @@ KT_INLINE void bf16_tiles(const kt_strip *now, const char *w, const char *next, 
     const char *w1 = w + (now->blocks == 2 ? bf16_block_bytes(g->k) : 0);
     const int64_t steps = g->k / 32, strips = (g->m + KT_STRIP - 1) / KT_STRIP;
     const int64_t share = next ? (next_bytes / 64 + strips * steps - 1) / (strips * steps) : 0;
-    const int64_t rows = (KT_STRIP + steps - 1) / steps;
+    const int64_t passes = group ? (g->k + 2 * group - 1) / (2 * group) : steps;
+    const int64_t rows = (KT_STRIP + passes - 1) / passes;
     next += now->first / KT_STRIP * steps * share * 64;
     if (!group) {
         kt_tiles(1, x, 32 * g->k, now->rows, w, w1, steps, now->c.s32, next, share, between, last, rows);
         return;
     }
+    memset(now->c.f32, 0, KT_STRIP * sizeof *now->c.f32);
     for (int64_t i = 0; i < g->k; i += 2 * group) {
         float part[2][KT_STRIP][32] __attribute__((aligned(64)));
         const int groups = i + group < g->k ? 2 : 1;
         for (int64_t p = 0, at = i; p < groups; p++, at += group) {
             const int64_t some = (g->k - at < group ? g->k - at : group) / 32;
             kt_tiles(1, x + at * 32, 32 * g->k, now->rows, w + at * 32, w1 + at * 32, some, (int32_t(*)[32])part[p],
-                     next, share, between, last, rows);
+                     next, share, NULL, NULL, 0);
             next += some * share * 64;
         }
+        between(last, rows);
         if (groups == 2)
             bf16_add_groups(2, now, part, i, group, scale);
         else

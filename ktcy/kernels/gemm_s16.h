@@ -384,16 +384,18 @@ KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, i
                 zero = vi32_or(zero, vi32_shl(zero, 16));
             }
             KT_PREFETCH(of + i / 32 * scale_each);
-            vi32 lines[16]; /* stored apart: as there */
+            KT_UNROLL for (int64_t first = 0; first < 16; first += KT_PANEL_LINES) {
+                vi32 lines[KT_PANEL_LINES]; /* stored apart: as there */
 #pragma GCC unroll 16
-            for (int64_t j = 0; j < 16; j++) {
-                if (j * each % 1024 == 0)
-                    KT_PREFETCH(from + KT_AHEAD + j * each / 16);
-                lines[j] = s16_line(vi16_sub(f.words(from, j, 0), zero), f.bits);
+                for (int64_t j = 0; j < KT_PANEL_LINES; j++) {
+                    if ((first + j) * each % 1024 == 0)
+                        KT_PREFETCH(from + KT_AHEAD + (first + j) * each / 16);
+                    lines[j] = s16_line(vi16_sub(f.words(from, first + j, 0), zero), f.bits);
+                }
+#pragma GCC unroll 16
+                for (int64_t j = 0; j < KT_PANEL_LINES; j++)
+                    vi32_store((int32_t *)(w + 64 * (first + j)), lines[j]);
             }
-#pragma GCC unroll 16
-            for (int64_t j = 0; j < 16; j++)
-                vi32_store((int32_t *)(w + 64 * j), lines[j]);
         }
     }
 }

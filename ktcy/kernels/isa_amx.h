@@ -22,7 +22,7 @@ KT_INLINE void kt_tiles_end(void) { _tile_release(); }
 
 /* c[r][n] = sum over steps of 64 bytes of K, m <= 32 rows of tiles x (the lower 16 rows at x + lower), the lines of two
  * blocks w0 and w1. int8 and int32, or bfloat16 and float32. Four dots share four tile loads; next is what the caller
- * reads next, fetched into L2 a share each step; between does the caller's vector work, `rows` each step. */
+ * reads next, fetched into L2 a share each step; between, if any, does the caller's vector work, `rows` each step. */
 KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const void *w0, const void *w1,
                         int64_t steps, int32_t (*c)[32], const char *next, int64_t share,
                         void (*between)(void *, int64_t), void *ctx, int64_t rows) {
@@ -48,7 +48,8 @@ KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const
             KT_TILE_DOT(3, 5, 7);
             for (int64_t j = 0; j < share; j++, next += 64)
                 _mm_prefetch((const char *)next, _MM_HINT_T1);
-            between(ctx, rows);
+            if (between)
+                between(ctx, rows);
         }
         _tile_stored(2, c[16], 128);
         _tile_stored(3, &c[16][16], 128);
@@ -61,7 +62,8 @@ KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const
             KT_TILE_DOT(1, 4, 7);
             for (int64_t j = 0; j < share; j++, next += 64)
                 _mm_prefetch((const char *)next, _MM_HINT_T1);
-            between(ctx, rows);
+            if (between)
+                between(ctx, rows);
         }
     }
 #undef KT_TILE_DOT

@@ -222,6 +222,9 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 #define KT_S16_TILE_ROWS 4
 #define KT_S16_TILE_BLOCKS 1
 
+/* Lines of a panel that are made before they are stored: more would be spilled. */
+#define KT_PANEL_LINES 2
+
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 2
 

@@ -138,6 +138,9 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 #define KT_S16_TILE_ROWS 8
 #define KT_S16_TILE_BLOCKS 2
 
+/* Lines of a panel that are made before they are stored. */
+#define KT_PANEL_LINES 16
+
 /* Rows of short sums at once: two accumulators each. */
 #define KT_SHORT_ROWS 4
 
