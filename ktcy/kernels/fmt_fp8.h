@@ -38,8 +38,8 @@ static int64_t e4m3_pack(const kt_source *src, int64_t n, int64_t k, uint8_t *we
 /* The codes' values over 256, exact; whoever uses them owes the 256 to their scale. */
 KT_INLINE void e4m3_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
     const int64_t bytes = KT_BLOCK * now->g->k;
-    const uint8_t *w = (const uint8_t *)now->g->weight + (now->block + n) * bytes + i * KT_BLOCK + j / 2 * 64;
-    vf32_load_e4m3(w, j % 2, even, odd);
+    const uint8_t *w = (const uint8_t *)now->g->weight + (now->block + n) * bytes + (i / 2 + j) * 32;
+    vf32_load_e4m3(w, even, odd);
 }
 
 /* Times 256 it stays finite; so do the values, nearly. */

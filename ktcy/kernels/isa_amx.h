@@ -31,44 +31,38 @@ KT_INLINE void kt_tiles(int bf16, const void *x, int64_t lower, int64_t m, const
         _tile_dpbf16ps(c, a, b); \
     else \
         _tile_dpbssd(c, a, b)
+    const int64_t last = 1024 * (steps - 1);
     __asm__ volatile("" : : : "memory"); /* gcc's _tile_loadd does not say that it reads memory */
     _tile_zero(0);
     _tile_zero(1);
-    if (m > 16) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t i = 0; i < 1024 * steps; i += 1024) {
-            _tile_loadd(4, (const char *)x + i, 64);
-            _tile_loadd(6, (const char *)w0 + i, 64);
-            KT_TILE_DOT(0, 4, 6);
-            _tile_loadd(7, (const char *)w1 + i, 64);
-            KT_TILE_DOT(1, 4, 7);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i <= last; i += 1024) {
+        _tile_loadd(4, (const char *)x + i, 64);
+        _tile_loadd(6, (const char *)w0 + i, 64);
+        KT_TILE_DOT(0, 4, 6);
+        _tile_loadd(7, (const char *)w1 + i, 64);
+        KT_TILE_DOT(1, 4, 7);
+        /* Not after the other dots: -4 % at 4096 tokens for groups of 32, which end every step. */
+        if (i == last) {
+            _tile_stored(0, c[0], 128);
+            _tile_stored(1, &c[0][16], 128);
+        }
+        if (m > 16) {
             _tile_loadd(5, (const char *)x + lower + i, 64);
             KT_TILE_DOT(2, 5, 6);
             KT_TILE_DOT(3, 5, 7);
-            for (int64_t j = 0; j < share; j++, next += 64)
-                _mm_prefetch((const char *)next, _MM_HINT_T1);
-            if (between)
-                between(ctx, rows);
         }
-        _tile_stored(2, c[16], 128);
-        _tile_stored(3, &c[16][16], 128);
-    } else {
-        for (int64_t i = 0; i < 1024 * steps; i += 1024) {
-            _tile_loadd(4, (const char *)x + i, 64);
-            _tile_loadd(6, (const char *)w0 + i, 64);
-            KT_TILE_DOT(0, 4, 6);
-            _tile_loadd(7, (const char *)w1 + i, 64);
-            KT_TILE_DOT(1, 4, 7);
-            for (int64_t j = 0; j < share; j++, next += 64)
-                _mm_prefetch((const char *)next, _MM_HINT_T1);
-            if (between)
-                between(ctx, rows);
-        }
+        for (int64_t j = 0; j < share; j++, next += 64)
+            _mm_prefetch((const char *)next, _MM_HINT_T1);
+        if (between)
+            between(ctx, rows);
     }
 #undef KT_TILE_DOT
-    _tile_stored(0, c[0], 128);
-    _tile_stored(1, &c[0][16], 128);
+    if (m > 16) {
+        _tile_stored(2, c[16], 128);
+        _tile_stored(3, &c[16][16], 128);
+    }
 }
 
 /* Words of -16 to 15 as bfloat16; vpermw looks at five bits. */

@@ -124,10 +124,10 @@ KT_INLINE vi32 vi32_load_u8(const uint8_t *p) {
                   _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
 }
 
-/* Half j of a line, sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that,
- * subnormals too, and the conversion does not see DAZ. 128 times a code are these bits with the sign twice. */
-KT_INLINE void vf32_load_e4m3(const uint8_t *line, int64_t j, vf32 *even, vf32 *odd) {
-    const __m256i w = _mm256_loadu_si256((const __m256i *)line + j), bits = _mm256_set1_epi16((short)0xbf80);
+/* Sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that, subnormals too, and
+ * the conversion does not see DAZ. 128 times a code are these bits with the sign twice (-2 % against two shifts). */
+KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
+    const __m256i w = _mm256_loadu_si256((const __m256i *)p), bits = _mm256_set1_epi16((short)0xbf80);
     const __m256i a = _mm256_and_si256(_mm256_maddubs_epi16(_mm256_set1_epi16(0x0080), w), bits);
     const __m256i b = _mm256_and_si256(_mm256_maddubs_epi16(_mm256_set1_epi16((short)0x8000), w), bits);
     *even = (vf32){_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};

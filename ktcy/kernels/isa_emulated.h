@@ -126,9 +126,6 @@ KT_INLINE emu_m512 emu_cvtepi32_ps(emu_m512i a) {
 }
 #define _mm512_castps_si512 emu_castps_si512
 #define _mm512_castsi512_ps emu_castsi512_ps
-#undef _mm512_extracti64x4_epi64
-#define _mm512_castsi512_si256(a) ((a).lo)
-#define _mm512_extracti64x4_epi64(a, n) ((n) ? (a).hi : (a).lo)
 #define _mm512_cvtps_epi32 emu_cvtps_epi32
 #define _mm512_cvtepi32_ps emu_cvtepi32_ps
 

@@ -49,8 +49,7 @@
     KT_NIBBLE_OPS(X, 1) \
     KT_NIBBLE_OPS(X, 2) \
     KT_NIBBLE_OPS(X, 3) \
-    KT_PAIR_OP(X, vf32_load_e4m3_0, 64, vf32_load_e4m3(a, 0, &even, &odd)) \
-    KT_PAIR_OP(X, vf32_load_e4m3_1, 64, vf32_load_e4m3(a, 1, &even, &odd)) \
+    KT_PAIR_OP(X, vf32_load_e4m3, 32, vf32_load_e4m3(a, &even, &odd)) \
     X(vi32_dot_s8, 64, 64, 8, 64, \
       vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
                                       ((const int32_t *)c)[1]))) \
