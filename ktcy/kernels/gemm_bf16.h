@@ -189,6 +189,26 @@ KT_INLINE void bf16_from_panel(const kt_strip *now, int64_t n, int64_t i, int64_
     *even = bf16_even(line);
     *odd = bf16_odd(line);
 }
+/* A line of the core from its values, of which the lower halves are zero. */
+KT_INLINE vi32 bf16_joined(vf32 even, vf32 odd) { return vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd)); }
+KT_INLINE vi32 bf16_decoded_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, bf16_decode decode) {
+    vf32 even, odd;
+    decode(now, n, i, j, &even, &odd);
+    return bf16_joined(even, odd);
+}
+/* The lines of 32 values of K of a panel, to w: the expression `line` of j makes one, all of them from `each` bytes at
+ * from. KT_PANEL_LINES come before they are stored: after a store the compiler would load scales and pointers again. */
+#define KT_PANEL_STEP(w, from, each, line) \
+    KT_UNROLL for (int64_t first = 0; first < 16; first += KT_PANEL_LINES) { \
+        vi32 lines[KT_PANEL_LINES]; \
+        KT_UNROLL for (int64_t j = first; j < first + KT_PANEL_LINES; j++) { \
+            if (j * each % 1024 == 0) \
+                KT_PREFETCH(from + KT_AHEAD + j * each / 16); \
+            lines[j - first] = line; \
+        } \
+        KT_UNROLL for (int64_t j = first; j < first + KT_PANEL_LINES; j++) \
+            vi32_store((int32_t *)(w + 64 * j), lines[j - first]); \
+    }
 KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, int64_t each, int64_t scale_bytes,
                                int64_t scale_each, bf16_decode decode) {
     const kt_strip now = {.g = g, .block = block};
@@ -198,21 +218,7 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
             char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
             if (scale_each)
                 KT_PREFETCH((const char *)g->scale + (block + n) * scale_bytes + i / 32 * scale_each);
-            KT_UNROLL for (int64_t first = 0; first < 16; first += KT_PANEL_LINES) {
-                vi32 lines[KT_PANEL_LINES];
-#pragma GCC unroll 16
-                for (int64_t j = 0; j < KT_PANEL_LINES; j++) {
-                    vf32 even, odd;
-                    decode(&now, n, i, first + j, &even, &odd);
-                    if ((first + j) * each % 1024 == 0)
-                        KT_PREFETCH(from + KT_AHEAD + (first + j) * each / 16);
-                    lines[j] = vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
-                }
-                /* Apart, since after a store the compiler would load scales and pointers again. */
-#pragma GCC unroll 16
-                for (int64_t j = 0; j < KT_PANEL_LINES; j++)
-                    vi32_store((int32_t *)(w + 64 * (first + j)), lines[j]);
-            }
+            KT_PANEL_STEP(w, from, each, bf16_decoded_line(&now, n, i, j, decode))
         }
 }
 

@@ -364,7 +364,7 @@ KT_INLINE vi32 s16_line(vi32 words, int bits) {
     if (bits == 4)
         return vi16_bf16(words);
     const vf32 even = vf32_from_vi32(vi32_sar(vi32_shl(words, 16), 16)), odd = vf32_from_vi32(vi32_sar(words, 16));
-    return vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd));
+    return bf16_joined(even, odd);
 #else
     return words;
 #endif
@@ -384,18 +384,7 @@ KT_INLINE void s16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, i
                 zero = vi32_or(zero, vi32_shl(zero, 16));
             }
             KT_PREFETCH(of + i / 32 * scale_each);
-            KT_UNROLL for (int64_t first = 0; first < 16; first += KT_PANEL_LINES) {
-                vi32 lines[KT_PANEL_LINES]; /* stored apart: as there */
-#pragma GCC unroll 16
-                for (int64_t j = 0; j < KT_PANEL_LINES; j++) {
-                    if ((first + j) * each % 1024 == 0)
-                        KT_PREFETCH(from + KT_AHEAD + (first + j) * each / 16);
-                    lines[j] = s16_line(vi16_sub(f.words(from, first + j, 0), zero), f.bits);
-                }
-#pragma GCC unroll 16
-                for (int64_t j = 0; j < KT_PANEL_LINES; j++)
-                    vi32_store((int32_t *)(w + 64 * (first + j)), lines[j]);
-            }
+            KT_PANEL_STEP(w, from, each, s16_line(vi16_sub(f.words(from, j, 0), zero), f.bits))
         }
     }
 }
