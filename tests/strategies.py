@@ -230,7 +230,9 @@ def operands(name, sizes, words, legal=True):
         # Nibbles, and sums that stay in 16 bits with four more products.
         words[1] &= 0x0F0F0F0F
         words[2][:1] = np.clip(words[2][:1].view(np.int16), -12288, 12288).view(np.uint32)
-    if legal and name == "vf32_load_e4m3":
+    if legal and "e4m3" in name:
         codes = words[0].view(np.uint8)
         codes[codes & 0x7F == 0x7F] = 0x80
+        if "normal" in name:
+            codes[codes & 0x78 == 0] |= 0x38
     return [w.view(np.uint8)[:size] for w, size in zip(words, sizes)]

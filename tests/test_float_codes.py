@@ -115,7 +115,10 @@ def test_codes_come_back_from_any_shape_and_strides(fmt, case):
 
 def test_layouts_are_those_of_table_h(fmt):
     """The bytes, written once more in numpy."""
-    codes = np.random.default_rng(3).choice(finite_codes(fmt)[1:8], (20, 100))
+    e4m3 = fmt.codes == "e4m3"
+    codes = finite_codes(fmt)
+    codes = codes[codes & 0x78 != 0] if e4m3 else codes[1:8]
+    codes = np.random.default_rng(3).choice(codes, (20, 100))
     groups = quantized(fmt, codes, 1).scale.shape
     scale = np.arange(60, 60 + groups[0] * groups[1]).reshape(groups)
     if fmt.name == "fp8":
@@ -123,8 +126,10 @@ def test_layouts_are_those_of_table_h(fmt):
     weight, packed = pack(fmt, quantized(fmt, codes, scale))
     full = np.zeros((32, 128), np.uint8)
     full[:20, :100] = codes
-    if fmt.codes == "e4m3":
-        want = full.reshape(2, 16, 64, 2).swapaxes(1, 2)
+    if e4m3:
+        want = full.reshape(2, 16, 32, 4)[..., [0, 2, 1, 3]].swapaxes(1, 2)
+        packed, normal = packed[:, :-4], packed[:, -4:]
+        assert (normal == [[1, 1, 1, 0], [0, 0, 0, 0]]).all()  # what pads K and N is zero
     else:
         eight = full.reshape(2, 16, 16, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].swapaxes(1, 2)
         want = eight[..., ::2] | eight[..., 1::2] << 4
@@ -133,6 +138,20 @@ def test_layouts_are_those_of_table_h(fmt):
     want[:20] = scale
     want = want.reshape(2, 16, -1)[:, : 1 if fmt.name == "fp8" else 16]
     assert (packed == np.ascontiguousarray(want.swapaxes(1, 2)).reshape(2, -1).view(np.uint8)).all()
+
+
+@paths
+@pytest.mark.parametrize("name", ["fp8", "fp8_channel", "mxfp8"])
+@pytest.mark.parametrize("code", [0, 0x80, 1, 7, 0x87, 8])
+def test_one_small_code_among_normal_numbers(kernels, name, tiles, code):
+    """Blocks of normal numbers are decoded another way: zeros and subnormal numbers of either sign end that."""
+    fmt, rng = kernels.format(name), np.random.default_rng(code)
+    codes = rng.choice(finite_codes(fmt)[8:127], (32, 256)) | rng.choice([0, 0x80], (32, 256))
+    codes[rng.integers(32), rng.integers(256)] = code
+    q = quantized(fmt, codes, 121)
+    out = np.zeros((256, 32), F32)
+    fmt.down(np.eye(256, dtype=F32), *pack(fmt, q), None, np.arange(256), np.ones(256), out, tiles=tiles)
+    assert (out == meant(q).T).all()
 
 
 @pytest.mark.parametrize("k", [768, 1408, 2048, 2880, 7168])

@@ -108,6 +108,11 @@ def words(j, values):
     return lambda a: values[a >> (4 * j) & 15].astype(np.int16)
 
 
+def e4m3(j):
+    """Those of even or odd bytes: values over 256 as bfloat16."""
+    return lambda a: (CODES["e4m3"][a[j::2]] / F32(256)).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
 def split(*order):
     """256 a - b: bytes a and b of eight words, four of the order at a time."""
 
@@ -141,6 +146,7 @@ MODELS = {
     "vi32_xor": (I32, I32, np.bitwise_xor),
     "vi32_max": (I32, I32, np.maximum),
     "vi16_mul": (np.uint16, np.uint16, np.multiply),
+    "vi16_add": (np.uint16, np.uint16, np.add),
     "vi16_sub": (np.uint16, np.uint16, np.subtract),
     "vi16_shr_12": (np.uint16, np.uint16, lambda a: a >> 12),
     "vi32_sar_8": (I32, I32, lambda a: a >> 8),
@@ -164,7 +170,7 @@ MODELS = {
     "vi16_split_1": (np.int16, np.int8, split(0, 4, 1, 5, 2, 6, 3, 7)),
     "vi8_load_e2m1_0": (np.uint8, np.uint8, lambda a: (12 + 2 * CODES["e2m1"][a & 15]).astype(np.uint8)),
     "vi8_load_e2m1_1": (np.uint8, np.uint8, lambda a: (12 + 2 * CODES["e2m1"][a >> 4]).astype(np.uint8)),
-    "vf32_load_e4m3": (np.uint8, F32, lambda a: CODES["e4m3"][a].reshape(16, 2).T / F32(256)),
+    **{f"vi16_load{normal}_e4m3_{j}": (np.uint8, np.uint16, e4m3(j)) for normal in ("", "_normal") for j in (0, 1)},
     "vi32_dot_s8": (I32, I32, dot),
     "vi32_dot_s16": (I32, I32, word_dot),
     "vshort_dot": (I32, I32, short_dot),

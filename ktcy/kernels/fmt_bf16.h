@@ -47,14 +47,12 @@ static void bf16_unpack(const void *weight, const void *scale, int64_t k, float 
         }
 }
 
-KT_INLINE void bf16_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
+KT_INLINE vi32 bf16_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, int normal) {
     const int64_t bytes = bf16_block_bytes(now->g->k);
     const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 32 + 64 * j;
-    const vi32 line = vi32_load((const int32_t *)w);
     if (KT_BF16_BLOCKS == 1)
         KT_PREFETCH(w + KT_AHEAD);
-    *even = bf16_even(line);
-    *odd = bf16_odd(line);
+    return vi32_load((const int32_t *)w);
 }
 
 static void bf16_product(const kt_strip *now, kt_between between, kt_strip *last) {
@@ -66,7 +64,7 @@ static void bf16_product(const kt_strip *now, kt_between between, kt_strip *last
     }
 #endif
     /* One block at a time: lines fetch what lies behind them; by the stream one token took 1.05 of that (AVX2, Zen). */
-    bf16_vectors(now, KT_BF16_BLOCKS == 1 ? (bf16_stream){.w = stream.w} : stream, bf16_line, 0, NULL);
+    bf16_vectors(now, KT_BF16_BLOCKS == 1 ? (bf16_stream){.w = stream.w} : stream, (bf16_codes){.line = bf16_line});
 }
 
 KT_PRODUCTS(bf16, NULL, bf16_product, bf16_value)

@@ -1,4 +1,4 @@
-/* Formats mxfp8 and mxfp4 (layouts mxfp8-n16k4-g32-v1 and mxfp4-n16k8-g32-v1, table.h): e4m3 and e2m1 codes of a
+/* Formats mxfp8 and mxfp4 (layouts mxfp8-n16k4-g32-v2 and mxfp4-n16k8-g32-v1, table.h): e4m3 and e2m1 codes of a
  * checkpoint with a power of two for each 32 values of K and row. Source: OCP Microscaling Formats 1.0. */
 #ifndef KT_FMT_MX_H
 #define KT_FMT_MX_H
@@ -38,59 +38,56 @@ KT_INLINE int64_t mx_pack(const kt_source *src, int64_t n, int64_t k, uint8_t *w
     return 0;
 }
 
-/* 2^(e - 127 + more) for 16 rows. */
-KT_INLINE vf32 mx_scales(const kt_strip *now, int64_t n, int64_t i, int32_t more) {
-    const char *scales = (const char *)now->g->scale + (now->block + n) * mx_scale_bytes(now->g->k);
-    return vi32_float(vi32_shl(vi32_add(vi32_load_u8(mx_at(scales, 0, i)), vi32_set1(more)), 23));
+/* The e of 16 rows plus `more`, and 2^(e - 127 + more). */
+KT_INLINE vi32 mx_exponents(const kt_strip *now, int64_t n, int64_t i, int64_t scale_bytes, int32_t more) {
+    const char *scales = (const char *)now->g->scale + (now->block + n) * scale_bytes;
+    return vi32_add(vi32_load_u8(mx_at(scales, 0, i)), vi32_set1(more));
+}
+KT_INLINE vf32 mx_scales(const kt_strip *now, int64_t n, int64_t i, int64_t scale_bytes, int32_t more) {
+    return vi32_float(vi32_shl(mx_exponents(now, n, i, scale_bytes, more), 23));
 }
 
 /* Whether the scales of a strip may come after the sums of their groups (-10 to -20 % at one token): for powers of two
  * that is the same, bit for bit, if no sum leaves the normal numbers either way. Exponents of scales are -63 to 64 here
  * and rows moderate: sums of 16 products are multiples of 2^(-47 - 7) 2^-9 2^-63 and below 2^47 2^9 2^64 2^4. */
-KT_INLINE int mx_late(const kt_strip *now) {
+KT_INLINE int mx_late(const kt_strip *now, int64_t scale_bytes) {
     const kt_gemm *g = now->g;
-    const int64_t bytes = mx_scale_bytes(g->k), end = (now->block + now->blocks) * bytes;
-    const uint8_t *scales = g->scale;
+    const int64_t bytes = mx_scale_bytes(g->k);
     for (int64_t i = 0; i < now->rows; i++)
         if (!g->meta[kt_row(g, now->first + i)].sum)
             return 0;
     /* The two upper bits of such a byte differ. */
     vi32 differ = vi32_set1(-1);
-    int64_t i = now->block * bytes;
-    for (; i + 64 <= end; i += 64) {
-        const vi32 v = vi32_load((const int32_t *)(scales + i));
-        differ = vi32_and(differ, vi32_xor(v, vi32_shl(v, 1)));
+    for (int64_t n = 0; n < now->blocks; n++) {
+        const char *scales = (const char *)g->scale + (now->block + n) * scale_bytes;
+        int64_t i = 0;
+        for (; i + 64 <= bytes; i += 64) {
+            const vi32 v = vi32_load((const int32_t *)(scales + i));
+            differ = vi32_and(differ, vi32_xor(v, vi32_shl(v, 1)));
+        }
+        if (i < bytes) {
+            const vi32 v = vi32_load_u16((const uint16_t *)(scales + i));
+            differ = vi32_and(differ, vi32_or(vi32_xor(v, vi32_shl(v, 1)), vi32_set1((int32_t)0xffff0000)));
+        }
     }
-    int far = vi32_hmax(vi32_and(vi32_shr(vi32_xor(differ, vi32_set1(-1)), 7), vi32_set1(0x01010101)));
-    for (; i < end; i++)
-        far |= ((scales[i] ^ scales[i] << 1) & 0x80) == 0;
-    return !far;
+    return !vi32_hmax(vi32_and(vi32_shr(vi32_xor(differ, vi32_set1(-1)), 7), vi32_set1(0x01010101)));
 }
-
-/* A format's scales and decode: codes gives a line's values but for a power of two, which the scale,
- * 2^(e - 127 + more), makes up for. */
-#define KT_MX_DECODE(f, codes, more) \
-    KT_INLINE vf32 f##_scale(const kt_strip *now, int64_t n, int64_t i) { return mx_scales(now, n, i, more); } \
-    KT_INLINE void f##_decode(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) { \
-        const vf32 scale = f##_scale(now, n, i); \
-        codes(now, n, i, j, even, odd); \
-        *even = vf32_mul(*even, scale); \
-        *odd = vf32_mul(*odd, scale); \
-    }
 
 /* 448 * 2^(246 - 127) is the largest finite value, as is 6 * 2^(252 - 127). */
 #define KT_MXFP8_LARGEST 246
 #define KT_MXFP4_LARGEST 252
 
 #define mxfp8_weight_bytes e4m3_weight_bytes
-#define mxfp8_scale_bytes mx_scale_bytes
+static int64_t mxfp8_scale_bytes(int64_t k) { return mx_scale_bytes(k) + e4m3_normal_bytes(k); }
 static int64_t mxfp8_pack_work(int64_t k) { return 0; }
 
 static float mxfp8_value(uint8_t code) { return e4m3_is_nan(code) ? __builtin_nanf("") : e4m3_float(code); }
 static void mxfp8_put(uint8_t *weight, int64_t r, int64_t i, uint8_t code) { weight[e4m3_at(r, i)] = code; }
 static int64_t mxfp8_pack(const kt_source *src, int64_t n, int64_t k, void *weight, void *scale, void *work) {
     memset(weight, 0, (size_t)mxfp8_weight_bytes(k));
-    return mx_pack(src, n, k, weight, scale, KT_MXFP8_LARGEST, mxfp8_value, mxfp8_put);
+    const int64_t wrong = mx_pack(src, n, k, weight, scale, KT_MXFP8_LARGEST, mxfp8_value, mxfp8_put);
+    e4m3_find_normal(weight, k, (uint8_t *)scale + mx_scale_bytes(k));
+    return wrong;
 }
 
 static void mxfp8_unpack(const void *weight, const void *scale, int64_t k, float *dst, int64_t ld) {
@@ -100,15 +97,32 @@ static void mxfp8_unpack(const void *weight, const void *scale, int64_t k, float
                                       mx_scale_of(*mx_at(scale, r, i)));
 }
 
-/* 256th parts of the values. */
-KT_MX_DECODE(mxfp8, e4m3_line, 8)
-KT_INLINE void mxfp8_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, bf16_scale scale) {
-    if (mx_late(now))
-        bf16_vectors(now, stream, e4m3_line, KT_MX_GROUP, mxfp8_scale);
-    else
-        bf16_vectors(now, stream, decode, group, scale);
+/* Lines are 256th parts of the values. */
+KT_INLINE vf32 mxfp8_scale(const kt_strip *now, int64_t n, int64_t i) {
+    return mx_scales(now, n, i, mxfp8_scale_bytes(now->g->k), 8);
 }
-KT_BF16_PRODUCTS(mxfp8, mxfp8_few, 0, NULL, bf16_value)
+KT_INLINE int mxfp8_normal(const kt_strip *now, int64_t n, int64_t i) {
+    return e4m3_normal(now, n, i, mxfp8_scale_bytes(now->g->k));
+}
+/* Values of normal codes are normal, or were packed as code 0: their exponents take the scale's. */
+KT_INLINE vi32 mxfp8_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, int normal) {
+    const vi32 line = e4m3_line(now, n, i, j, normal);
+    if (normal) {
+        const vi32 more = vi32_shl(mx_exponents(now, n, i, mxfp8_scale_bytes(now->g->k), 8 - 127), 7);
+        return vi16_add(line, vi32_or(vi32_shl(more, 16), vi32_and(more, vi32_set1(0xffff))));
+    }
+    const vf32 scale = mxfp8_scale(now, n, i);
+    return bf16_joined(vf32_mul(bf16_even(line), scale), vf32_mul(bf16_odd(line), scale));
+}
+static const bf16_codes mxfp8_codes = {.line = mxfp8_line, .normal = mxfp8_normal};
+static const bf16_codes mxfp8_late_codes = {e4m3_line, mxfp8_normal, KT_MX_GROUP, mxfp8_scale};
+KT_INLINE void mxfp8_few(const kt_strip *now, bf16_stream stream, bf16_codes f) {
+    if (mx_late(now, mxfp8_scale_bytes(now->g->k)))
+        bf16_vectors(now, stream, mxfp8_late_codes);
+    else
+        bf16_vectors(now, stream, f);
+}
+KT_BF16_PRODUCTS(mxfp8, mxfp8_codes, mxfp8_few, bf16_value)
 
 static int64_t mxfp4_weight_bytes(int64_t k) { return KT_BLOCK * kt_round_up(k, KT_KPAD) / 2; }
 #define mxfp4_scale_bytes mx_scale_bytes
@@ -133,11 +147,6 @@ static void mxfp4_unpack(const void *weight, const void *scale, int64_t k, float
         }
 }
 
-KT_INLINE void e2m1_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
-    const int64_t bytes = KT_BLOCK * now->g->k / 2;
-    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
-    vf32_load_e2m1(w, j % 4, even, odd);
-}
 KT_INLINE vi32 e2m1_words(const char *w, int64_t j, int in_place) { return vi16_load_e2m1(w + j / 4 * 64, j % 4); }
 /* Words are 512 times their values; scales that may come late are far from the ends of the exponents. */
 KT_INLINE vf32 e2m1_scale(const char *of, int64_t group) {
@@ -151,12 +160,20 @@ KT_INLINE vi32 e2m1_bytes(const char *w, int64_t j, int in_place) { return vi8_l
 static const s16_codes e2m1_s16 = {.group = KT_MX_GROUP, .bits = 16, .words = e2m1_words, .bytes = e2m1_bytes,
                                    .offset = 12, .lower = 8, .scale = e2m1_scale};
 
-/* Halves of the values: 2^(e - 126) is a normal number for every e. */
-KT_MX_DECODE(mxfp4, e2m1_line, 1)
+/* e2m1 as halves of the values: 2^(e - 126) is a normal number for every e. */
+KT_INLINE vi32 mxfp4_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, int normal) {
+    const int64_t bytes = KT_BLOCK * now->g->k / 2;
+    const char *w = (const char *)now->g->weight + (now->block + n) * bytes + i * 8 + j / 4 * 64;
+    const vf32 scale = mx_scales(now, n, i, mx_scale_bytes(now->g->k), 1);
+    vf32 even, odd;
+    vf32_load_e2m1(w, j % 4, &even, &odd);
+    return bf16_joined(vf32_mul(even, scale), vf32_mul(odd, scale));
+}
+static const bf16_codes mxfp4_codes = {.line = mxfp4_line};
 
 /* Scales or rows as no model has them go as the bf16 core's rows, one by one. */
 KT_INLINE void mxfp4_sums(const kt_strip *now, bf16_stream stream, s16_codes f) {
-    if (mx_late(now)) {
+    if (mx_late(now, mx_scale_bytes(now->g->k))) {
         s16_sums(now, stream, f);
         return;
     }
@@ -173,14 +190,12 @@ KT_INLINE void mxfp4_sums(const kt_strip *now, bf16_stream stream, s16_codes f) 
         for (int64_t i = 0; i < k; i += 16)
             vf32_store(row + i, s16_values(x.q[0] + i / 32 * x.step + i % 32, x.of[0][i / KT_MX_GROUP]));
         strip.c.f32 = now->c.f32 + r;
-        bf16_vectors(&strip, stream, mxfp4_decode, 0, NULL);
+        bf16_vectors(&strip, stream, mxfp4_codes);
     }
 }
 #ifdef KT_HAVE_TILES
-KT_INLINE void mxfp4_few(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, bf16_scale scale) {
-    mxfp4_sums(now, stream, e2m1_s16);
-}
-KT_BF16_PRODUCTS(mxfp4, mxfp4_few, 0, NULL, bf16_value)
+KT_INLINE void mxfp4_few(const kt_strip *now, bf16_stream stream, bf16_codes f) { mxfp4_sums(now, stream, e2m1_s16); }
+KT_BF16_PRODUCTS(mxfp4, mxfp4_codes, mxfp4_few, bf16_value)
 #else
 KT_S16_PRODUCTS(mxfp4, e2m1_s16, mxfp4_sums, NULL)
 #endif

@@ -20,9 +20,9 @@
     X(gptq32, g32b15, "int4-n16k8-g32-f16-zero-v1", "int4", "float16", 32, 1) \
     X(gptq64, g64b14, "int4-n16k8-g64-f16-zero-v1", "int4", "float16", 64, 1) \
     X(gptq128, g128b13, "int4-n16k8-g128-f16-zero-v1", "int4", "float16", 128, 1) \
-    X(fp8, bf16, "fp8-n16k4-g128-v1", "e4m3", "float32", 128, 0) \
-    X(fp8_channel, bf16, "fp8-n16k4-row-v1", "e4m3", "float32", 0, 0) \
-    X(mxfp8, bf16, "mxfp8-n16k4-g32-v1", "e4m3", "uint8", 32, 0) \
+    X(fp8, bf16, "fp8-n16k4-g128-v2", "e4m3", "float32", 128, 0) \
+    X(fp8_channel, bf16, "fp8-n16k4-row-v2", "e4m3", "float32", 0, 0) \
+    X(mxfp8, bf16, "mxfp8-n16k4-g32-v2", "e4m3", "uint8", 32, 0) \
     X(mxfp4, g32b14, "mxfp4-n16k8-g32-v1", "e2m1", "uint8", 32, 0)
 
 #endif

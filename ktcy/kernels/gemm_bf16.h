@@ -63,11 +63,21 @@ static void bf16_tile(const void *row, int64_t k, int64_t r, void *tiles) {
     }
 }
 
-/* Line j of 16 of block n of a strip at i: 16 rows of the bfloat16 values at k = i + 2 j (even) and the one after it
- * (odd), as float32. j is a compile-time constant: what several lines share is computed once. */
-typedef void (*bf16_decode)(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd);
+/* Line j of 16 of block n of a strip at i: 16 rows of the bfloat16 values at k = i + 2 j (lower halves) and the one
+ * after it. j and normal are compile-time constants: what several lines share is computed once. */
+typedef vi32 (*bf16_decode)(const kt_strip *now, int64_t n, int64_t i, int64_t j, int normal);
+/* Whether the 32 values of a block from i on are such that `normal` decodes them, which is less work. */
+typedef int (*bf16_normal)(const kt_strip *now, int64_t n, int64_t i);
 /* The scales of its 16 rows for the group of K that begins at i. */
 typedef vf32 (*bf16_scale)(const kt_strip *now, int64_t n, int64_t i);
+
+/* How a format gives lines; compile-time constants at each call. */
+typedef struct {
+    bf16_decode line;
+    bf16_normal normal; /* or NULL: there is one way */
+    int64_t group;      /* of K, whose sum is scaled before it is added; or 0 */
+    bf16_scale scale;
+} bf16_codes;
 
 KT_INLINE vf32 bf16_even(vi32 line) { return vi32_float(vi32_shl(line, 16)); }
 KT_INLINE vf32 bf16_odd(vi32 line) { return vi32_float(vi32_and(line, vi32_set1((int32_t)0xffff0000))); }
@@ -97,11 +107,45 @@ KT_INLINE bf16_stream bf16_stored(const kt_strip *now, int64_t each, int64_t sca
     return (bf16_stream){w, next, next_scale, each, scale_bytes, scale_each};
 }
 
+/* Adds the products of 32 values of K from i on, those of x at `at`, to two chains each of rows and blocks. */
+KT_INLINE void bf16_step(int rows, int blocks, int normal, const float *const *x, int64_t at, const kt_strip *now,
+                         int64_t n, int64_t i, int64_t each, const char *fetch, int64_t bytes, bf16_decode line,
+                         vf32 (*even)[KT_BF16_BLOCKS], vf32 (*odd)[KT_BF16_BLOCKS]) {
+    const int lines = rows > 1 ? KT_BF16_LINES : 1;
+    const char *ahead[KT_BF16_BLOCKS];
+    KT_UNROLL for (int b = 0; b < blocks; b++) {
+        ahead[b] = fetch + b * bytes;
+        /* gcc would compute the addresses of both ways before they part, more than there are registers for. */
+        __asm__("" : "+r"(ahead[b]));
+    }
+#pragma GCC unroll 16
+    for (int first = 0; first < 16; first += lines) {
+        vi32 w[KT_BF16_LINES][KT_BF16_BLOCKS];
+#pragma GCC unroll 16
+        for (int j = first; j < first + lines; j++) {
+            KT_UNROLL for (int b = 0; b < blocks; b++)
+                w[j - first][b] = line(now, n + b, i, j, normal);
+            if (each && j * each % 1024 == 0) {
+                KT_UNROLL for (int b = 0; b < blocks; b++)
+                    KT_PREFETCH(ahead[b] + j * each / 16);
+                __asm__ volatile(""); /* or all would go first, and what is needed now would wait for them */
+            }
+        }
+#pragma GCC unroll 16
+        for (int j = first; j < first + lines; j++)
+            KT_EACH {
+                const vi32 v = w[j - first][b];
+                even[r][b] = vf32_fma(bf16_even(v), vf32_set1(x[r][at + 2 * j]), even[r][b]);
+                odd[r][b] = vf32_fma(bf16_odd(v), vf32_set1(x[r][at + 2 * j + 1]), odd[r][b]);
+            }
+    }
+}
+
 /* Sums of a few rows x with a block or two, from block n on. rows and blocks are compile-time constants at each call:
  * the accumulators live in registers. Two blocks double the chains of fma of one row (-8 % for 8-bit codes at one token
- * with AMX). With a group, the sum of each group of K is scaled before it is added. */
+ * with AMX). */
 KT_INLINE void bf16_micro(int rows, int blocks, const float *const *x, int64_t step, const kt_strip *now, int64_t n,
-                          bf16_stream stream, float (*c)[32], bf16_decode decode, int64_t group, bf16_scale scale) {
+                          bf16_stream stream, float (*c)[32], bf16_codes f) {
     const int64_t k = now->g->k, each = stream.each, bytes = k / 32 * each;
     const char *w = stream.w + n * bytes, *next = n + blocks < now->blocks ? w + blocks * bytes : stream.next;
     vf32 total[KT_BF16_ROWS][KT_BF16_BLOCKS], acc[KT_BF16_ROWS][KT_BF16_BLOCKS];
@@ -116,25 +160,16 @@ KT_INLINE void bf16_micro(int rows, int blocks, const float *const *x, int64_t s
         if (stream.scale_each)
             KT_UNROLL for (int b = 0; b < blocks; b++)
                 KT_PREFETCH(stream.next_scale + (n + b) * stream.scale_bytes + i / 32 * stream.scale_each);
-#pragma GCC unroll 16
-        for (int j = 0; j < 16; j++) {
-            vf32 w_even[KT_BF16_BLOCKS], w_odd[KT_BF16_BLOCKS];
-            KT_UNROLL for (int b = 0; b < blocks; b++)
-                decode(now, n + b, i, j, &w_even[b], &w_odd[b]);
-            if (each && j * each % 1024 == 0)
-                KT_UNROLL for (int b = 0; b < blocks; b++)
-                    KT_PREFETCH(fetch + b * bytes + j * each / 16);
-            KT_EACH {
-                even[r][b] = vf32_fma(w_even[b], vf32_set1(x[r][at + 2 * j]), even[r][b]);
-                odd[r][b] = vf32_fma(w_odd[b], vf32_set1(x[r][at + 2 * j + 1]), odd[r][b]);
-            }
-        }
+        if (rows <= KT_NORMAL_ROWS && f.normal && f.normal(now, n, i) && (blocks == 1 || f.normal(now, n + 1, i)))
+            bf16_step(rows, blocks, 1, x, at, now, n, i, each, fetch, bytes, f.line, even, odd);
+        else
+            bf16_step(rows, blocks, 0, x, at, now, n, i, each, fetch, bytes, f.line, even, odd);
         KT_EACH
             acc[r][b] = vf32_add(acc[r][b], vf32_add(even[r][b], odd[r][b]));
-        if (group && ((i + 32) % group == 0 || i + 32 >= k)) {
+        if (f.group && ((i + 32) % f.group == 0 || i + 32 >= k)) {
             vf32 s[KT_BF16_BLOCKS];
             KT_UNROLL for (int b = 0; b < blocks; b++)
-                s[b] = scale(now, n + b, i / group * group);
+                s[b] = f.scale(now, n + b, i / f.group * f.group);
             KT_EACH {
                 total[r][b] = vf32_fma(acc[r][b], s[b], total[r][b]);
                 acc[r][b] = vf32_set1(0.0f);
@@ -142,12 +177,11 @@ KT_INLINE void bf16_micro(int rows, int blocks, const float *const *x, int64_t s
         }
     }
     KT_EACH
-        vf32_store(c[r] + KT_BLOCK * b, group ? total[r][b] : acc[r][b]);
+        vf32_store(c[r] + KT_BLOCK * b, f.group ? total[r][b] : acc[r][b]);
 }
 
 /* The sums of a strip by vectors, rows where they lie or in tiles. */
-KT_INLINE void bf16_vectors(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group,
-                            bf16_scale scale) {
+KT_INLINE void bf16_vectors(const kt_strip *now, bf16_stream stream, bf16_codes f) {
     const kt_gemm *g = now->g;
     const float *tiles = g->tiles;
     const int64_t step = tiles ? 512 : 32;
@@ -166,36 +200,29 @@ KT_INLINE void bf16_vectors(const kt_strip *now, bf16_stream stream, bf16_decode
         if (!s.next_scale)
             s.next_scale = s.w;
         if (KT_BF16_BLOCKS > 1 && count == 1 && now->blocks == KT_BF16_BLOCKS) {
-            bf16_micro(1, KT_BF16_BLOCKS, x, step, now, 0, s, &now->c.f32[i], decode, group, scale);
+            bf16_micro(1, KT_BF16_BLOCKS, x, step, now, 0, s, &now->c.f32[i], f);
             continue;
         }
         for (int64_t n = 0; n < now->blocks; n++) {
             float(*c)[32] = (float(*)[32])(&now->c.f32[i][KT_BLOCK * n]);
             if (count == 1)
-                bf16_micro(1, 1, x, step, now, n, s, c, decode, group, scale);
+                bf16_micro(1, 1, x, step, now, n, s, c, f);
             else if (count == 2)
-                bf16_micro(2, 1, x, step, now, n, s, c, decode, group, scale);
+                bf16_micro(2, 1, x, step, now, n, s, c, f);
             else
-                bf16_micro(KT_BF16_ROWS, 1, x, step, now, n, s, c, decode, group, scale);
+                bf16_micro(KT_BF16_ROWS, 1, x, step, now, n, s, c, f);
         }
     }
 }
 
 /* Blocks decoded for many rows: two, one after the other, in kt_gemm.work. */
 KT_INLINE int64_t bf16_block_bytes(int64_t k) { return KT_BLOCK * 2 * k; }
-KT_INLINE void bf16_from_panel(const kt_strip *now, int64_t n, int64_t i, int64_t j, vf32 *even, vf32 *odd) {
+KT_INLINE vi32 bf16_from_panel(const kt_strip *now, int64_t n, int64_t i, int64_t j, int normal) {
     const char *w = (const char *)now->g->work + n * bf16_block_bytes(now->g->k) + i * 32;
-    const vi32 line = vi32_load((const int32_t *)(w + 64 * j));
-    *even = bf16_even(line);
-    *odd = bf16_odd(line);
+    return vi32_load((const int32_t *)(w + 64 * j));
 }
 /* A line of the core from its values, of which the lower halves are zero. */
 KT_INLINE vi32 bf16_joined(vf32 even, vf32 odd) { return vi32_or(vi32_shr(vf32_bits(even), 16), vf32_bits(odd)); }
-KT_INLINE vi32 bf16_decoded_line(const kt_strip *now, int64_t n, int64_t i, int64_t j, bf16_decode decode) {
-    vf32 even, odd;
-    decode(now, n, i, j, &even, &odd);
-    return bf16_joined(even, odd);
-}
 /* The lines of 32 values of K of a panel, to w: the expression `line` of j makes one, all of them from `each` bytes at
  * from. KT_PANEL_LINES come before they are stored: after a store the compiler would load scales and pointers again. */
 #define KT_PANEL_STEP(w, from, each, line) \
@@ -210,7 +237,7 @@ KT_INLINE vi32 bf16_decoded_line(const kt_strip *now, int64_t n, int64_t i, int6
             vi32_store((int32_t *)(w + 64 * j), lines[j - first]); \
     }
 KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, int64_t each, int64_t scale_bytes,
-                               int64_t scale_each, bf16_decode decode) {
+                               int64_t scale_each, bf16_codes f) {
     const kt_strip now = {.g = g, .block = block};
     const char *from = (const char *)g->weight + block * (g->k / 32 * each);
     for (int64_t n = 0; n < blocks; n++)
@@ -218,7 +245,10 @@ KT_INLINE void bf16_fill_panel(const kt_gemm *g, int64_t block, int64_t blocks, 
             char *w = (char *)g->work + n * bf16_block_bytes(g->k) + i * 32;
             if (scale_each)
                 KT_PREFETCH((const char *)g->scale + (block + n) * scale_bytes + i / 32 * scale_each);
-            KT_PANEL_STEP(w, from, each, bf16_decoded_line(&now, n, i, j, decode))
+            if (f.normal && f.normal(&now, n, i))
+                KT_PANEL_STEP(w, from, each, f.line(&now, n, i, j, 1))
+            else
+                KT_PANEL_STEP(w, from, each, f.line(&now, n, i, j, 0))
         }
 }
 
@@ -278,36 +308,37 @@ KT_INLINE void bf16_tiles(const kt_strip *now, const char *w, const char *next, 
 }
 #endif
 
-typedef void (*bf16_few)(const kt_strip *now, bf16_stream stream, bf16_decode decode, int64_t group, bf16_scale scale);
+typedef void (*bf16_few)(const kt_strip *now, bf16_stream stream, bf16_codes f);
 
-/* A format of this core: its weights decoded by f_decode; group and scale as of bf16_micro, or 0 and NULL. few:
- * bf16_vectors, or what gives the same sums of few rows. */
-#define KT_BF16_PRODUCTS(f, few, group, scale, value) \
+/* A format of this core. few: bf16_vectors, or what gives the same sums of few rows. */
+#define KT_BF16_PRODUCTS(f, codes, few, value) \
     static int64_t f##_work_bytes(int64_t k) { return 2 * bf16_block_bytes(kt_round_up(k, KT_KPAD)); } \
     static void f##_panel(const kt_gemm *g, int64_t block, int64_t blocks) { \
         if (g->tiles) \
             bf16_fill_panel(g, block, blocks, f##_weight_bytes(64) / 2, f##_scale_bytes(g->k), \
-                             f##_scale_bytes(1024) / 32, f##_decode); \
+                             f##_scale_bytes(1024) / 32, codes); \
     } \
     static void f##_product(const kt_strip *now, kt_between between, kt_strip *last) { \
         const bf16_stream stream = bf16_stored(now, f##_weight_bytes(64) / 2, f##_scale_bytes(now->g->k), \
                                                f##_scale_bytes(1024) / 32); \
-        bf16_decoded(now, stream, between, last, f##_decode, few, group, scale); \
+        bf16_decoded(now, stream, between, last, codes, few); \
     } \
     KT_PRODUCTS(f, f##_panel, f##_product, value)
 
 /* The sums of a strip of a format whose weights are at stream. */
 KT_INLINE void bf16_decoded(const kt_strip *now, bf16_stream stream, kt_between between, kt_strip *last,
-                            bf16_decode decode, bf16_few few, int64_t group, bf16_scale scale) {
+                            bf16_codes f, bf16_few few) {
     const kt_gemm *g = now->g;
     if (!g->tiles) {
-        few(now, stream, decode, group, scale);
+        few(now, stream, f);
         return;
     }
 #ifdef KT_HAVE_TILES
-    bf16_tiles(now, g->work, stream.next, g->k / 16 * stream.each, between, last, group, scale);
+    bf16_tiles(now, g->work, stream.next, g->k / 16 * stream.each, between, last, f.group, f.scale);
 #else
-    bf16_vectors(now, (bf16_stream){.w = g->work}, bf16_from_panel, group, scale);
+    f.line = bf16_from_panel;
+    f.normal = NULL;
+    bf16_vectors(now, (bf16_stream){.w = g->work}, f);
 #endif
 }
 

@@ -5,6 +5,8 @@
 #define KT_HAVE_TILES
 #define KT_HAVE_PROBE
 #define KT_HAVE_PERMB
+/* Four rows take 1.2 of what they take the other way, on Emerald Rapids only. */
+#define KT_NORMAL_ROWS 2
 #include "isa_avx512_bf16.h"
 
 /* Palette 1, eight tiles of 16 rows x 64 bytes. Source: Intel SDM volume 1, chapter 18.

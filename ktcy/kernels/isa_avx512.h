@@ -25,6 +25,7 @@ typedef __m512i vi32;
 #define vi32_max _mm512_max_epi32
 #define vi32_xor _mm512_xor_si512
 #define vi16_mul _mm512_mullo_epi16
+#define vi16_add _mm512_add_epi16
 #define vi16_sub _mm512_sub_epi16
 #define vi8_sub _mm512_sub_epi8
 #define vi32_load(p) _mm512_loadu_si512(p)
@@ -59,12 +60,24 @@ KT_INLINE vi32 vi32_load_u4(const uint8_t *p) {
 
 #define vi32_load_u8(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 
-/* Sixteen rows of two e4m3 codes: their values over 256. As float16 the codes' bits mean that, subnormals too, and
- * the conversion does not see DAZ. 128 times a code are these bits with the sign twice (-2 % against two shifts). */
-KT_INLINE void vf32_load_e4m3(const uint8_t *p, vf32 *even, vf32 *odd) {
-    const __m256i w = _mm256_loadu_si256((const __m256i *)p), bits = _mm256_set1_epi16((short)0xbf80);
-    *even = _mm512_cvtph_ps(_mm256_and_si256(_mm256_maddubs_epi16(_mm256_set1_epi16(0x0080), w), bits));
-    *odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_maddubs_epi16(_mm256_set1_epi16((short)0x8000), w), bits));
+/* The e4m3 codes of the even (odd = 0, a constant) or odd bytes: their values over 256 as bfloat16. 16 times a signed
+ * byte has a code's seven lower bits where exponent and mantissa belong. */
+KT_INLINE vi32 kt_e4m3_bits(const char *p, int odd) {
+    const vi32 v = vi32_load(p);
+    return odd ? _mm512_srai_epi16(v, 4) : _mm512_maddubs_epi16(_mm512_set1_epi16(16), v);
+}
+/* Of codes that are normal numbers. */
+KT_INLINE vi32 vi16_load_normal_e4m3(const char *p, int odd) {
+    return vi32_and_or(kt_e4m3_bits(p, odd), _mm512_set1_epi16((short)0x87f0), _mm512_set1_epi16(0x3800));
+}
+KT_INLINE vi32 vi16_load_e4m3(const char *p, int odd) {
+    /* Multiples of 2^-17, by the lower three bits of an index where the upper two are zero. */
+    static const uint16_t subnormal[32] = {0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860};
+    const vi32 bits = kt_e4m3_bits(p, odd);
+    const vi32 normal = vi32_and_or(bits, _mm512_set1_epi16(0x07f0), _mm512_set1_epi16(0x3800));
+    const __mmask32 small = _mm512_testn_epi16_mask(bits, _mm512_set1_epi16(0x0780));
+    const vi32 magnitude = _mm512_mask_permutexvar_epi16(normal, small, vi16_shr(bits, 4), vi32_load(subnormal));
+    return vi32_and_or(bits, _mm512_set1_epi16((short)0x8000), magnitude);
 }
 
 /* Sixteen rows of two e2m1 codes, nibble j (a constant) of the halves of 32 bits: half of their values; -0 is 0.
@@ -129,6 +142,12 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 /* Rows of the bf16 core at once, and blocks for one row: three accumulators each. */
 #define KT_BF16_ROWS 4
 #define KT_BF16_BLOCKS 2
+/* Lines that are decoded before several rows use them. */
+#define KT_BF16_LINES 1
+/* Rows for which normal numbers are decoded their own way. */
+#ifndef KT_NORMAL_ROWS
+#define KT_NORMAL_ROWS 4
+#endif
 
 /* Rows of the int16 core at once, few and from tiles, and blocks of the latter: one accumulator each. */
 #define KT_S16_FEW_ROWS 4

@@ -22,6 +22,7 @@ typedef struct {
 #define __m512i emu_m512i
 /* A mask is kept as lanes of all ones or all zeros. */
 #define __mmask64 emu_m512i
+#define __mmask32 emu_m512i
 
 #define EMU_PS(name, op) \
     KT_INLINE emu_m512 name(emu_m512 a, emu_m512 b) { return (emu_m512){op(a.lo, b.lo), op(a.hi, b.hi)}; }
@@ -223,7 +224,17 @@ KT_INLINE emu_m512i emu_movepi8_mask(emu_m512i a) {
     return (emu_m512i){_mm256_cmpgt_epi8(zero, a.lo), _mm256_cmpgt_epi8(zero, a.hi)};
 }
 KT_INLINE emu_m512i emu_abs_epi8(emu_m512i a) { return (emu_m512i){_mm256_abs_epi8(a.lo), _mm256_abs_epi8(a.hi)}; }
+KT_INLINE emu_m512i emu_testn_epi16_mask(emu_m512i a, emu_m512i b) {
+    const __m256i zero = _mm256_setzero_si256();
+    return (emu_m512i){_mm256_cmpeq_epi16(_mm256_and_si256(a.lo, b.lo), zero),
+                       _mm256_cmpeq_epi16(_mm256_and_si256(a.hi, b.hi), zero)};
+}
+KT_INLINE emu_m512i emu_mask_permutexvar_epi16(emu_m512i src, emu_m512i mask, emu_m512i index, emu_m512i table) {
+    return emu_blend(mask, src, emu_permutexvar_epi16(index, table));
+}
 #define _mm512_mask_blend_epi32 emu_blend
+#define _mm512_testn_epi16_mask emu_testn_epi16_mask
+#define _mm512_mask_permutexvar_epi16 emu_mask_permutexvar_epi16
 #define _mm512_mask_sub_epi8 emu_mask_sub_epi8
 #define _mm512_movepi8_mask emu_movepi8_mask
 #define _mm512_abs_epi8 emu_abs_epi8

@@ -33,6 +33,7 @@
     X(vi32_and_or, 64, 64, 64, 64, vi32_store(out, vi32_and_or(vi32_load(a), vi32_load(b), vi32_load(c)))) \
     X(vi32_load_u4, 8, 0, 0, 64, vi32_store(out, vi32_load_u4(a))) \
     X(vi16_mul, 64, 64, 0, 64, vi32_store(out, vi16_mul(vi32_load(a), vi32_load(b)))) \
+    X(vi16_add, 64, 64, 0, 64, vi32_store(out, vi16_add(vi32_load(a), vi32_load(b)))) \
     X(vi16_sub, 64, 64, 0, 64, vi32_store(out, vi16_sub(vi32_load(a), vi32_load(b)))) \
     X(vi16_shr_12, 64, 0, 0, 64, vi32_store(out, vi16_shr(vi32_load(a), 12))) \
     X(vi32_sar_8, 64, 0, 0, 64, vi32_store(out, vi32_sar(vi32_load(a), 8))) \
@@ -49,7 +50,10 @@
     KT_NIBBLE_OPS(X, 1) \
     KT_NIBBLE_OPS(X, 2) \
     KT_NIBBLE_OPS(X, 3) \
-    KT_PAIR_OP(X, vf32_load_e4m3, 32, vf32_load_e4m3(a, &even, &odd)) \
+    X(vi16_load_e4m3_0, 64, 0, 0, 64, vi32_store(out, vi16_load_e4m3(a, 0))) \
+    X(vi16_load_e4m3_1, 64, 0, 0, 64, vi32_store(out, vi16_load_e4m3(a, 1))) \
+    X(vi16_load_normal_e4m3_0, 64, 0, 0, 64, vi32_store(out, vi16_load_normal_e4m3(a, 0))) \
+    X(vi16_load_normal_e4m3_1, 64, 0, 0, 64, vi32_store(out, vi16_load_normal_e4m3(a, 1))) \
     X(vi32_dot_s8, 64, 64, 8, 64, \
       vi32_store(out, vi32_dot_finish(vi32_dot_s8(vi32_load(a), vs8w_load(b), *(const int32_t *)c), \
                                       ((const int32_t *)c)[1]))) \

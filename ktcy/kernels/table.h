@@ -68,10 +68,11 @@
  *   rawint4, q4_0: int4, group 32, scales bfloat16 (compressed-tensors) or float16 (GGUF Q4_0). q8_0: int8, group 32,
  *   float16 (GGUF Q8_0, IQ4_NL). gptq32, gptq64, gptq128: int4 with zero points, float16 (GPTQ, AWQ).
  *
- * e4m3 codes, in the layouts fp8-n16k4-g128-v1, fp8-n16k4-row-v1, mxfp8-n16k4-g32-v1: block = K/4 lines of 64 bytes;
- *     line k:  | n0: 4k 4k+1 | n1: ... | ... | n15: ... | n0: 4k+2 4k+3 | n1: ... | ... | n15: ... |
- *   A weight enters the core as its code's value / 256, which float16 bits give in one conversion. Subnormal float32
- *   scales are packed as zero.
+ * e4m3 codes, in the layouts fp8-n16k4-g128-v2, fp8-n16k4-row-v2, mxfp8-n16k4-g32-v2: block = K/4 lines of 64 bytes;
+ *   line k holds for row n, from the lowest byte, the codes of W[n, 4k], W[n, 4k+2], W[n, 4k+1], W[n, 4k+3]. A weight
+ *   enters the core as its code's value / 256: as bfloat16 a normal number is the code's lower seven bits, shifted,
+ *   and a constant. So a scale block ends with a byte for each 32 of K, 1 where all codes of the block's 16 rows are
+ *   normal numbers and 0 elsewhere, padded to 4 bytes. Subnormal float32 scales are packed as zero.
  * fp8 (g128): scale block = ceil(K/128) float32, each for 16 rows of 128 values of K. The core's acc restarts after
  *   each 128: total = fma(acc, 256 scale, total), y = total + bias.
  * fp8_channel (row): scale block = 16 float32. y = fma(acc, 256 scale, bias).

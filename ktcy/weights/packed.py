@@ -475,10 +475,12 @@ class PackedLayer:
 
 def _check_scales(packed):
     """Formats whose scales are a small part of the file, and so can be read whole when it is opened."""
-    for part in ("gate_up", "down"):
-        scale = packed.tensors[f"{part}.scale"]
-        if packed.format in ("int8", "fp8", "fp8_channel"):
-            packed._check_finite(f"{part}.scale", scale.view(np.float32), lowest=0)
+    fmt, shape = packed._fmt, packed.shape
+    if fmt.name not in ("int8", "fp8", "fp8_channel"):
+        return
+    for part, k in (("gate_up", shape.hidden_size), ("down", shape.moe_intermediate_size)):
+        name, count = f"{part}.scale", -(-k // fmt.group) if fmt.group else ROWS
+        packed._check_finite(name, packed.tensors[name].view(np.float32)[..., :count], lowest=0)
 
 
 def _check_stack(name, stack, expected):
