@@ -49,10 +49,11 @@ def main(other, names):
         sys.exit(f"{other} is of variant {tables[1].name}; this tree runs {table.name}: set KTCY_VARIANT")
     with Pool(topology.default_threads(topology.read())) as pool:
         for name in names:
-            model = Model(SHAPES["qwen3-30b-a3b"], table.format(name))
-            both = [model.moes(t.format(name), pool) for t in tables]
+            fmts = [t.format(name) for t in tables]
+            models = {f.layout: Model(SHAPES["qwen3-30b-a3b"], f) for f in fmts}
+            both = [models[f.layout].moes(f, pool) for f in fmts]
             for tokens in TOKENS:
-                times = pairs(both, *model.batch(tokens), 1.5)
+                times = pairs(both, *models[fmts[0].layout].batch(tokens), 1.5)
                 this, that = np.median(times, 0) * 1e6
                 low, middle, high = np.quantile(times[:, 0] / times[:, 1], (0.25, 0.5, 0.75))
                 print(
