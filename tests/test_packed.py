@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +20,7 @@ from safetensors.numpy import load_file
 import oracle
 from ktcy import kernels
 from ktcy.config import Activation, LayerShape
-from ktcy.weights.packed import PackedLayer, layer_path, layer_tensors, pack_expert
+from ktcy.weights.packed import PackedLayer, layer_path
 
 SHAPES = [(3, 2, 100, 40), (1, 1, 64, 16), (2, 1, 96, 2880), (5, 5, 1, 1), (4, 2, 129, 17)]
 BUILT = [name for name in kernels.VARIANTS if not kernels.missing(name)]
@@ -513,16 +512,14 @@ def test_stored_scale_that_cannot_be_is_named(saved, value, name, at, where):
         PackedLayer.open(saved, 7)
 
 
+@pytest.mark.parametrize("hidden", [256, 2048])
 @pytest.mark.parametrize("name, at, row", [("fp8", 1, 16), ("fp8_channel", 3, 19)])
-def test_stored_scale_of_codes_that_cannot_be_is_named(tmp_path, name, at, row):
-    """C22: of the scales, not of what lies behind them in their block."""
-    fmt, shape = kernels.default().format(name), LayerShape(2, 1, 256, 64)
-    tensors = layer_tensors(fmt, shape, False)
-    layer = PackedLayer(fmt, 7, shape, Activation(), False, np.zeros(max(t.end for t in tensors.values()), np.uint8))
-    dims = dict(gate=(64, 256), up=(64, 256), down=(256, 64))
-    parts = {part: oracle.encode(np.ones(d, np.float32), name) for part, d in dims.items()}
-    for e in range(2):
-        pack_expert(fmt, SimpleNamespace(**parts, source=parts), {n: t[e] for n, t in layer.tensors.items()})
+def test_stored_scale_of_codes_that_cannot_be_is_named(tmp_path, name, at, row, hidden):
+    """C22: of the scales, not of what lies behind them; also where a block of 16 rows shares 16 scales (2048)."""
+    up, down = ([oracle.encode(np.ones(dims, np.float32), name)] * 2 for dims in ((64, hidden), (hidden, 64)))
+    layer = PackedLayer.pack(
+        kernels.default().format(name), up, up, down, shape=LayerShape(2, 1, hidden, 64), layer=7
+    )
     layer.save(tmp_path)
     assert (PackedLayer.open(tmp_path, 7).unpack(1)[2] == 1).all()
     layer.tensors["gate_up.scale"][1, 3].view(np.float32)[at] = np.nan

@@ -456,15 +456,16 @@ class PackedLayer:
         if wrong.size:
             raise ValueError(f"{self.path}: tensor {name} of expert {wrong[0]} is no order of {k} inputs")
 
-    def _check_finite(self, name, values, lowest=-math.inf):
-        """values: [E, blocks, 16]. min and max see a NaN too, and need no array of booleans."""
+    def _check_finite(self, name, values, lowest=-math.inf, shared=False):
+        """values: [E, blocks, 16], or [E, blocks, groups] if the 16 rows of a block share them. min and max see a NaN
+        too, and need no array of booleans."""
         with np.errstate(invalid="ignore"):
             low, high = values.min(), values.max()
         if lowest <= low and abs(low) < math.inf and high < math.inf:
             return
         at = expert, block, n = tuple(np.argwhere(~(np.isfinite(values) & (values >= lowest)))[0])
-        if values.shape[2] != ROWS:
-            n = 0  # a scale for all rows of a block
+        if shared:
+            n = 0
         matrix = "down"
         if name.startswith("gate_up"):
             matrix, block = ("gate", "up")[block % 2], block // 2
@@ -480,7 +481,8 @@ def _check_scales(packed):
         return
     for part, k in (("gate_up", shape.hidden_size), ("down", shape.moe_intermediate_size)):
         name, count = f"{part}.scale", -(-k // fmt.group) if fmt.group else ROWS
-        packed._check_finite(name, packed.tensors[name].view(np.float32)[..., :count], lowest=0)
+        values = packed.tensors[name].view(np.float32)[..., :count]
+        packed._check_finite(name, values, lowest=0, shared=fmt.group > 0)
 
 
 def _check_stack(name, stack, expected):
