@@ -71,6 +71,11 @@ typedef int (*bf16_normal)(const kt_strip *now, int64_t n, int64_t i);
 /* The scales of its 16 rows for the group of K that begins at i. */
 typedef vf32 (*bf16_scale)(const kt_strip *now, int64_t n, int64_t i);
 
+/* Up to so many rows at once take that way. */
+#ifndef KT_NORMAL_ROWS
+#define KT_NORMAL_ROWS KT_BF16_ROWS
+#endif
+
 /* How a format gives lines; compile-time constants at each call. */
 typedef struct {
     bf16_decode line;

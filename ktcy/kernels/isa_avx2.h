@@ -240,7 +240,6 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 #define KT_BF16_BLOCKS 1
 /* With less gcc spills an accumulator (1.4 of the time). */
 #define KT_BF16_LINES 16
-#define KT_NORMAL_ROWS 2
 
 /* Rows of the int16 core at once, few and from tiles, and blocks of the latter: two accumulators each. */
 #define KT_S16_FEW_ROWS 4

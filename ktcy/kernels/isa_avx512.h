@@ -144,10 +144,6 @@ KT_INLINE vi32 vi16_load_e2m1(const char *p, int64_t j) {
 #define KT_BF16_BLOCKS 2
 /* Lines that are decoded before several rows use them. */
 #define KT_BF16_LINES 1
-/* Rows for which normal numbers are decoded their own way. */
-#ifndef KT_NORMAL_ROWS
-#define KT_NORMAL_ROWS 4
-#endif
 
 /* Rows of the int16 core at once, few and from tiles, and blocks of the latter: one accumulator each. */
 #define KT_S16_FEW_ROWS 4

@@ -66,11 +66,10 @@
     KT_SPLIT_OPS(X) \
     KT_TILE_OPS(X)
 
-/* Two vectors of values, one after the other. */
-#define KT_PAIR_OP(X, name, bytes, load) \
-    X(name, bytes, 0, 0, 128, vf32 even; vf32 odd; load; vf32_store(out, even); vf32_store((float *)out + 16, odd))
+/* Two vectors of values, one after the other; and both as words. */
 #define KT_NIBBLE_OPS(X, j) \
-    KT_PAIR_OP(X, vf32_load_e2m1_##j, 64, vf32_load_e2m1(a, j, &even, &odd)) \
+    X(vf32_load_e2m1_##j, 64, 0, 0, 128, vf32 even; vf32 odd; vf32_load_e2m1(a, j, &even, &odd); \
+      vf32_store(out, even); vf32_store((float *)out + 16, odd)) \
     X(vi16_load_e2m1_##j, 64, 0, 0, 64, vi32_store(out, vi16_load_e2m1(a, j)))
 
 #ifdef KT_HAVE_DOT_S8
