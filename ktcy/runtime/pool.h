@@ -43,6 +43,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include "glibc.h"
@@ -51,7 +52,7 @@
 #define KT_SPIN_NS 100000 /* spin before sleep: about what a wake-up costs in a virtual machine (measured 50-75 us) */
 #endif
 #ifndef KT_LINGER_NS
-#define KT_LINGER_NS 1000000 /* then yields as long, so that an idle pool sleeps within 2 ms */
+#define KT_LINGER_NS 1700000 /* then yields, so that an idle pool sleeps within 2 ms */
 #endif
 #define KT_WANTED_NS 50000 /* a yield that took so long let somebody else run */
 #define KT_SHY 64          /* waits without lingering after that: a slice of 3 ms is lost in one of so many */
@@ -146,23 +147,38 @@ static inline bool kt_spin(_Atomic uint64_t *word, uint64_t value, uint64_t mask
     }
 }
 
-/* As kt_spin, with the CPU on offer to others. *shy, the caller's to keep: waits left without. */
+/* How often this thread's CPU went to another one while it could run. */
+static inline long kt_preemptions(void)
+{
+    struct rusage usage;
+    getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_nivcsw;
+}
+
+/* As kt_spin, with the CPU on offer to others. *shy, the caller's to keep: waits left without. A yield may also take
+ * long because the host runs another machine on this CPU, which to sleep would not help: nine of ten were so on two
+ * CPUs, and left the dispatcher asleep at most submits. */
 static inline bool kt_linger(_Atomic uint64_t *word, uint64_t value, uint64_t mask, bool equal, int64_t ns, int *shy)
 {
+    if (ns == 0)
+        return false;
     if (*shy) {
         --*shy;
         return false;
     }
+    if (kt_spin(word, value, mask, equal, 0))
+        return true;
+    const long preemptions = kt_preemptions();
     for (int64_t now = kt_now(), end = now + ns; now < end;) {
-        if (kt_spin(word, value, mask, equal, 0))
-            return true;
         const int64_t before = now;
         sched_yield();
         now = kt_now();
-        if (now - before > KT_WANTED_NS) {
+        if (now - before > KT_WANTED_NS && kt_preemptions() != preemptions) {
             *shy = KT_SHY;
-            break;
+            return false;
         }
+        if (kt_spin(word, value, mask, equal, 0))
+            return true;
     }
     return false;
 }

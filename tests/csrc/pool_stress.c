@@ -3,9 +3,28 @@
  * Every task must run exactly once, by a thread of its group, no two at a time with one thread number, and see the
  * context of its own run.
  * The marks are plain variables, so a broken guarantee is a data race too. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <sched.h>
+#include <stdbool.h>
+
+static _Thread_local bool stolen; /* yields take long, though no other thread of this system runs */
+static int stress_yield(void);
+#define sched_yield stress_yield
 #include "pool.h"
+#undef sched_yield
 
 #include <string.h>
+
+static int stress_yield(void)
+{
+    if (!stolen)
+        return sched_yield();
+    for (const int64_t end = kt_now() + 2 * KT_WANTED_NS; kt_now() < end;)
+        ;
+    return 0;
+}
 
 enum { MAX_TASKS = 300, MAX_GROUPS = 4, RUNS = 100 };
 
@@ -201,6 +220,42 @@ static void *one_pool(void *arg)
     return NULL;
 }
 
+static void *hog(void *over)
+{
+    kt_pin(pthread_self(), cpus[0]);
+    while (!atomic_load((_Atomic bool *)over))
+        ;
+    return NULL;
+}
+
+/* Who lingers leaves the CPU to a thread that wants it, and does not mind time that the host takes. */
+static void lingering(void)
+{
+    cpu_set_t before;
+    sched_getaffinity(0, sizeof(before), &before);
+    kt_pin(pthread_self(), cpus[0]);
+    _Atomic uint64_t word = 0;
+    int shy = 1;
+    stolen = true;
+    for (int tries = 0; shy && tries < 1000; tries++) { /* other processes may want this CPU */
+        shy = 0;
+        kt_linger(&word, 1, ~(uint64_t)0, true, 4 * KT_WANTED_NS, &shy);
+    }
+    stolen = false;
+    if (shy)
+        fail("a linger gave up for time that the host took");
+    _Atomic bool over = false;
+    pthread_t id;
+    pthread_create(&id, NULL, hog, &over);
+    for (int tries = 0; !shy && tries < 1000; tries++)
+        kt_linger(&word, 1, ~(uint64_t)0, true, 4 * KT_WANTED_NS, &shy);
+    atomic_store(&over, true);
+    pthread_join(id, NULL);
+    if (!shy)
+        fail("a linger did not see that another thread wants the CPU");
+    sched_setaffinity(0, sizeof(before), &before);
+}
+
 int main(void)
 {
     cpu_set_t set;
@@ -218,6 +273,7 @@ int main(void)
     for (int i = 0; i < 60; i++) /* born and ended, with and without a run between */
         pool_round(n_cpus, 1 + i % 2, 2 + i % 5, i % 2, 1);
 
+    lingering();
     if (n_cpus > 1)
         siblings();
 
