@@ -24,11 +24,12 @@ def shares(table, pool, model, fmt, seconds):
     moes, (x, routes) = model.moes(fmt, pool), model.batch(1)
     out, touched = np.empty_like(x), model.touched(routes)
     pieces = FORWARDS * model.shape.num_experts_per_tok
-    result, end, i = [], time.perf_counter() + seconds, 0
+    result, end = [], time.perf_counter() + seconds
     while len(result) < 4 or time.perf_counter() < end:
+        turn = FORWARDS * len(result)
         rate = limits.read_bandwidth(table, pool, model.memory, model.expert_bytes, pieces, 1, len(result))
         start = time.perf_counter()
-        for i in range(i, i + FORWARDS):
+        for i in range(turn, turn + FORWARDS):
             moes[i % len(moes)].forward(x, *routes[i % len(routes)], out)
         each = (time.perf_counter() - start) / FORWARDS
         result.append((touched / each / rate, each))
