@@ -42,6 +42,11 @@ def pairs(both, x, routes, seconds):
     return np.array(times[2:])
 
 
+def quartiles(values):
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
 def main(other, names):
     table = kernels.default()
     tables = table, load(other)
@@ -55,12 +60,8 @@ def main(other, names):
             for tokens in TOKENS:
                 times = pairs(both, *models[fmts[0].layout].batch(tokens), 1.5)
                 this, that = np.median(times, 0) * 1e6
-                low, middle, high = np.quantile(times[:, 0] / times[:, 1], (0.25, 0.5, 0.75))
-                print(
-                    f"{name:12} {tokens:5} tokens: {this:9.0f} and {that:9.0f} us, ratio {middle:.3f} "
-                    f"({low:.3f} to {high:.3f})",
-                    flush=True,
-                )
+                ratio = quartiles(times[:, 0] / times[:, 1])
+                print(f"{name:12} {tokens:5} tokens: {this:9.0f} and {that:9.0f} us, ratio {ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 from bench_layer import SHAPES, Model
-from compare import pairs
+from compare import pairs, quartiles
 
 from ktcy import kernels, limits
 from ktcy.runtime import topology
@@ -27,18 +27,13 @@ def shares(table, pool, model, fmt, seconds):
     result, end = [], time.perf_counter() + seconds
     while len(result) < 4 or time.perf_counter() < end:
         turn = FORWARDS * len(result)
-        rate = limits.read_bandwidth(table, pool, model.memory, model.expert_bytes, pieces, 1, len(result))
+        rate = limits.read_bandwidth(table, pool, model.memory, model.expert_bytes, pieces, 1)
         start = time.perf_counter()
         for i in range(turn, turn + FORWARDS):
             moes[i % len(moes)].forward(x, *routes[i % len(routes)], out)
         each = (time.perf_counter() - start) / FORWARDS
         result.append((touched / each / rate, each))
     return np.array(result[2:]).T
-
-
-def quartiles(values):
-    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main(names):
@@ -49,7 +44,6 @@ def main(names):
             for needed in {name, base} - set(models):
                 models[needed] = Model(SHAPES["qwen3-30b-a3b"], table.format(needed))
             both = [models[n].moes(table.format(n), pool) for n in (name, base)]
-            time.sleep(0.5)  # numpy's BLAS threads spin for a while after the last product
             share, each = shares(table, pool, models[name], table.format(name), 2)
             print(f"{name:12} 1 token {np.median(each) * 1e6:6.0f} us, {quartiles(share)} of bandwidth", end="", flush=True)
             for tokens in (1024, 4096):

@@ -47,7 +47,7 @@ def cache_bytes(root="/"):
     return max(sizes)
 
 
-def read_bandwidth(Kernels kernels, Pool pool, memory, int64_t piece_bytes, int pieces=64, int repeats=9, seed=0):
+def read_bandwidth(Kernels kernels, Pool pool, memory, int64_t piece_bytes, int pieces=64, int repeats=9):
     """Bytes per second when all threads stream randomly chosen pieces of ``memory``, each piece split over them.
 
     Parameters
@@ -56,8 +56,6 @@ def read_bandwidth(Kernels kernels, Pool pool, memory, int64_t piece_bytes, int 
         uint8; more than twice the last-level cache, or the figure is that of the cache.
     piece_bytes : int
         Size of a piece, as of one expert.
-    seed : int
-        Of the choice of pieces: with the same one the next call may find them in the cache.
 
     Returns
     -------
@@ -69,7 +67,7 @@ def read_bandwidth(Kernels kernels, Pool pool, memory, int64_t piece_bytes, int 
     count = memory.nbytes // piece_bytes
     if count < 1:
         raise ValueError(f"{memory.nbytes} bytes hold no piece of {piece_bytes}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng()  # the same pieces again would come from the cache
     p.kernels = kernels.table
     p.memory = <const char *>cnp.PyArray_DATA(data)
     p.piece_bytes = piece_bytes

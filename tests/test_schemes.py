@@ -1023,9 +1023,9 @@ def test_compressed_tensors_int4(group, tmp_path):
 
     tensors, values = experts("mixtral", write, 64, 96)
     _, path = models.make("mixtral", tmp_path, **SIZES)
-    plain = dict(ignore=["re:.*self_attn.*", "lm_head"])  # older transformers look for packed weights in all the rest
-    status = dict(quantization_status="compressed", dequantize=True)
-    folder = replaced(path, tensors, {**compressed(**weights), **plain, **status})
+    # What is not packed is named: older transformers look for packed weights in all the rest.
+    settings = dict(ignore=["re:.*self_attn.*", "lm_head"], quantization_status="compressed", dequantize=True)
+    folder = replaced(path, tensors, {**compressed(**weights), **settings})
     assert_same_as_loaded(folder, "rawint4", "bfloat16")
     with Checkpoint(folder) as checkpoint:
         for (layer, e), matrices in values.items():

@@ -54,7 +54,7 @@
 #ifndef KT_LINGER_NS
 #define KT_LINGER_NS 1700000 /* then yields, so that an idle pool sleeps within 2 ms */
 #endif
-#define KT_WANTED_NS 50000 /* a yield that took so long let somebody else run */
+#define KT_WANTED_NS 50000 /* a yield that took so long may have let another thread run */
 #define KT_SHY 64          /* waits without lingering after that: a slice of 3 ms is lost in one of so many */
 #ifndef KT_FANOUT
 #define KT_FANOUT 16 /* threads that one thread wakes: about a microsecond each for it, a wake-up's latency for them */

@@ -3,19 +3,18 @@
  * Every task must run exactly once, by a thread of its group, no two at a time with one thread number, and see the
  * context of its own run.
  * The marks are plain variables, so a broken guarantee is a data race too. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include <sched.h>
-#include <stdbool.h>
+#include "memory.h" /* first: it asks for GNU's declarations */
 
-static _Thread_local bool stolen; /* yields take long, though no other thread of this system runs */
+#include <sched.h>
+
 static int stress_yield(void);
 #define sched_yield stress_yield
 #include "pool.h"
 #undef sched_yield
 
 #include <string.h>
+
+static _Thread_local bool stolen; /* yields take long, though no other thread of this system runs */
 
 static int stress_yield(void)
 {
