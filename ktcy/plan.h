@@ -13,7 +13,7 @@
  * finer, so that threads end together (-2 to -4 %): a thread waited for 20 of 226 us.
  *
  * With many tokens and one group, gather, gate/up and requantize are one task over a panel of rows of an expert and
- * all its columns: tiles and h of the panel stay in L2 (-10 % at 4096 tokens, -13 % at 1024 on 16 threads with AMX).
+ * all its columns: tiles and h of the panel stay near (-10 % at 4096 tokens, -13 % at 1024 on 16 threads with AMX).
  *
  * Every output element is summed by one task in one order, and each product is exact up to its documented
  * rounding, so neither threads nor batch nor position change a bit. A `unit` is up to 16 slots of one expert: what
@@ -59,11 +59,11 @@
  * gptq128 -2 %; twice or half of it no better; 4 tokens and two cores: no difference). */
 #define KT_FETCH 4096
 /* Rows of a panel and what they take: shorter ones read the weights too often (64 rows: no gain; 96 instead of 160 at
- * 4096 tokens of bf16 on 16 threads with AMX: 1.1 to 1.5 of the time), larger ones gain nothing more. There are so many
- * tasks a thread that the last ones do not weigh. */
+ * 4096 tokens of bf16 on 16 threads with AMX: 1.1 to 1.5 of the time), larger ones gain nothing more, and rows of 22 KB
+ * lose 2 to 7 % (DeepSeek-V3 in bf16). There are so many tasks a thread that the last ones do not weigh. */
 #define KT_PANEL_ROWS 160
 #define KT_PANEL_LEAST 96
-#define KT_PANEL_BYTES 1310720
+#define KT_PANEL_BYTES (2 << 20)
 #define KT_PANEL_TASKS 4
 
 typedef struct {
