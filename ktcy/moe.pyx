@@ -76,8 +76,8 @@ cdef extern from "plan.h" nogil:
 
     int64_t KT_NO_MEMORY, KT_N_PHASES, KT_DOWN_BLOCKS
     const char *kt_phase_names[]
-    size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, const kt_pool *pool, int group,
-                           char *base)
+    size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, int64_t slots,
+                           const kt_pool *pool, int group, char *base)
     int64_t kt_job_pass(kt_job *job, int64_t start)
     int64_t kt_job_run(void *ctx)
     int64_t kt_job_keep(void *ctx)
@@ -229,14 +229,17 @@ cdef class MoE:
         free(self.slices)
 
     def scratch_bytes(self, int64_t tokens, int64_t top_k):
-        """Bytes of scratch memory that a forward of so many tokens to float32 needs: a list, one a group."""
+        """Bytes of scratch memory of a forward of so many tokens, none padding, to float32: a list, one a group."""
         cdef kt_plan plan
         cdef kt_batch batch
         cdef int g
         batch.tokens = min(tokens, <int64_t>CHUNK)
         batch.top_k = top_k
         batch.out_dtype = KT_F32
-        return [kt_plan_scratch(&plan, &self.layer, &batch, self.pool.p, g, NULL) for g in range(self.pool.groups)]
+        return [
+            kt_plan_scratch(&plan, &self.layer, &batch, batch.tokens * top_k, self.pool.p, g, NULL)
+            for g in range(self.pool.groups)
+        ]
 
     cdef kt_job job(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
         cdef kt_job job

@@ -52,9 +52,6 @@
 #define KT_DIRECT_TOKENS 64
 /* Up to here all stages are one loop (16 tokens of 8 experts: +1 %). */
 #define KT_CHAINED_SLOTS 64
-/* Beyond, a down task owns twice the columns for half of the tokens: as many sums, and the rows of h, which come from
- * L3, are read half as often (-4 % at 4096 tokens, no gain at 1024). */
-#define KT_WHOLE_TOKENS 2048
 /* Bytes of each block that a task fetches before it looks at rows (1-token layer with AMX: int8 -1 %, rawint4 -3 %,
  * gptq128 -2 %; twice or half of it no better; 4 tokens and two cores: no difference). */
 #define KT_FETCH 4096
@@ -111,7 +108,7 @@ typedef struct {
     char *own;     /* [threads, own_bytes]: sums, work, row, line, sorted of a thread */
     int64_t runs;  /* gate/up tasks an expert but the last, which has one a pair */
     int64_t wide;  /* down tasks that own all blocks a task may; later ones own one */
-    int64_t downs; /* down tasks of a part of the tokens */
+    int64_t downs; /* down tasks */
 } kt_part;
 
 typedef struct {
@@ -121,7 +118,6 @@ typedef struct {
     int64_t slots, units, active, tiles;
     int64_t pair_run;           /* pairs of a gate/up task */
     int64_t panel_rows, panels; /* rows of a panel at most, or 0: no panels */
-    int64_t halves;             /* parts of the tokens in down: 1 or 2 */
     /* sizes derived from the layer: bytes of a row and of its part of a tile; where things lie in a thread's own */
     int64_t k_hidden, k_inter, x_bytes, h_bytes, x_tile, h_tile, own_bytes;
     int64_t work_at, row_at, line_at, sorted_at, tiles_at, h_at;
@@ -145,22 +141,22 @@ static inline int64_t kt_ceil(int64_t n, int64_t unit) { return (n + unit - 1) /
 
 static inline int64_t kt_lines(int64_t bytes) { return kt_ceil(bytes, 64) * 64; }
 
-static inline int64_t kt_panel_rows(const kt_plan *p, const kt_layer *layer, int64_t slots, int threads)
+static inline int64_t kt_panel_rows(const kt_plan *p, const kt_layer *layer, int threads)
 {
     const int64_t row = p->x_tile + kt_ceil(layer->inter, KT_BLOCK) * KT_BLOCK * (int64_t)sizeof(float);
-    const int64_t fit = KT_PANEL_BYTES / row, share = slots / (threads * KT_PANEL_TASKS);
+    const int64_t fit = KT_PANEL_BYTES / row, share = p->slots / (threads * KT_PANEL_TASKS);
     const int64_t least = fit < share ? fit : share, rows = (least < KT_PANEL_ROWS ? least : KT_PANEL_ROWS) / 32 * 32;
     return layer->groups == 1 && rows >= KT_PANEL_LEAST ? rows : 0;
 }
 
 /* Lays the arrays in the block of a group out from base, group 0 first (NULL: only measures). Returns their bytes. */
-static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, const kt_pool *pool,
-                                     int group, char *base)
+static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt_batch *batch, int64_t slots,
+                                     const kt_pool *pool, int group, char *base)
 {
-    const int64_t slots = batch->tokens * batch->top_k;
     const int64_t touched = slots < layer->experts ? slots : layer->experts;
     p->layer = layer;
     p->batch = batch;
+    p->slots = slots;
     p->pool = pool;
     p->k_hidden = kt_ceil(layer->hidden, KT_KPAD) * KT_KPAD;
     p->k_inter = kt_ceil(layer->inter, KT_KPAD) * KT_KPAD;
@@ -169,10 +165,8 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
     p->x_tile = layer->format->panel_bytes(layer->hidden);
     p->h_tile = layer->format->panel_bytes(layer->inter);
     const int64_t most = layer->hidden > layer->inter ? layer->hidden : layer->inter;
-    p->halves = batch->tokens > KT_WHOLE_TOKENS ? 2 : 1;
-    p->panel_rows = kt_panel_rows(p, layer, slots, pool->threads);
-    const int64_t sums = kt_ceil(batch->tokens, p->halves) * p->halves * KT_DOWN_BLOCKS * KT_BLOCK;
-    p->work_at = kt_lines(sums * (int64_t)sizeof(float));
+    p->panel_rows = kt_panel_rows(p, layer, pool->threads);
+    p->work_at = kt_lines(batch->tokens * KT_DOWN_BLOCKS * KT_BLOCK * (int64_t)sizeof(float));
     p->row_at = p->work_at + kt_lines(layer->format->work_bytes(most));
     p->line_at = p->row_at + kt_lines(p->h_bytes);
     p->sorted_at = p->line_at + (layer->groups > 1 ? kt_lines(layer->inter * (int64_t)sizeof(float)) : 0);
@@ -237,7 +231,17 @@ static inline int64_t kt_id(const kt_batch *b, int64_t t, int64_t j)
     return id;
 }
 
-/* Groups the slots by expert. Returns 0, or 1 + t * top_k + j for the first id outside [-1, experts). */
+/* Places of the batch that name an expert: the others are padding, which may be most of it (C52). */
+static inline int64_t kt_slots(const kt_batch *b)
+{
+    int64_t slots = 0;
+    for (int64_t t = 0; t < b->tokens; t++)
+        for (int64_t j = 0; j < b->top_k; j++)
+            slots += kt_id(b, t, j) >= 0;
+    return slots;
+}
+
+/* Groups the p->slots by expert. Returns 0, or 1 + t * top_k + j for the first id outside [-1, experts). */
 static inline int64_t kt_plan_route(kt_plan *p)
 {
     const kt_batch *b = p->batch;
@@ -265,7 +269,6 @@ static inline int64_t kt_plan_route(kt_plan *p)
             p->unit[p->units++] = (kt_unit){(int32_t)e, first + r, n, rows > few ? (int32_t)p->tiles++ : -1};
         }
     }
-    p->slots = p->offset[experts];
     for (int64_t t = 0; t < b->tokens; t++) {
         for (int64_t j = 0; j < b->top_k; j++) {
             const int64_t id = kt_id(b, t, j);
@@ -302,19 +305,6 @@ static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_ma
         g.tiles = tile < 0 ? NULL : p->x_tiles + tile * 16 * p->x_tile;
     }
     return g;
-}
-
-/* g from one of its rows on; tile: bytes of a row in tiles. */
-static inline void kt_gemm_from(kt_gemm *g, int64_t row, int64_t tile)
-{
-    if (g->index) {
-        g->index += row;
-    } else {
-        g->x = (const char *)g->x + row * g->ldx;
-        g->meta += row;
-    }
-    if (g->tiles)
-        g->tiles = (const char *)g->tiles + row * tile;
 }
 
 /* A row of n elements in an order, or as it is. */
@@ -494,8 +484,14 @@ static void kt_task_panel(void *ctx, int64_t i, int thread)
     float *h = (float *)(kt_plan_own(p, thread) + p->h_at);
     kt_gemm g = kt_plan_gemm(p, first->expert, &s->gate_up[first->expert], false, thread);
     kt_thread state;
+    const int64_t row = first->slot - p->offset[first->expert];
     g.m = end[-1].slot + end[-1].rows - first->slot;
-    kt_gemm_from(&g, first->slot - p->offset[first->expert], 0);
+    if (g.index) {
+        g.index += row;
+    } else {
+        g.x = (const char *)g.x + row * g.ldx;
+        g.meta += row;
+    }
     if (g.tiles) {
         g.tiles = tiles;
         for (const kt_unit *u = first; u < end; u++, tiles += 16 * p->x_tile)
@@ -508,24 +504,11 @@ static void kt_task_panel(void *ctx, int64_t i, int thread)
     p->layer->kernels->end(&state);
 }
 
-/* The first of the slots [first, end) of one expert whose token is not before t. */
-static inline int64_t kt_slot_of(const kt_plan *p, int64_t first, int64_t end, int64_t t)
-{
-    while (first < end) {
-        const int64_t middle = (first + end) / 2;
-        if (p->token[middle] < t)
-            first = middle + 1;
-        else
-            end = middle;
-    }
-    return first;
-}
-
 /* The first block of a group's down task, or the end of the one before. */
 static inline int64_t kt_down_block(const kt_plan *p, int group, int64_t i)
 {
-    const int64_t own = p->halves * KT_DOWN_BLOCKS, wide = p->part[group].wide, blocks = p->layer->slices[group].blocks;
-    const int64_t block = i < wide ? i * own : wide * own + i - wide;
+    const int64_t wide = p->part[group].wide, blocks = p->layer->slices[group].blocks;
+    const int64_t block = i < wide ? i * KT_DOWN_BLOCKS : wide * KT_DOWN_BLOCKS + i - wide;
     return block < blocks ? block : blocks;
 }
 
@@ -535,54 +518,34 @@ static void kt_task_down(void *ctx, int group, int64_t i, int thread)
     const kt_batch *b = p->batch;
     const kt_format *f = p->layer->format;
     const kt_slice *s = &p->layer->slices[group];
-    const int64_t half = kt_ceil(b->tokens, p->halves), own = p->halves * KT_DOWN_BLOCKS;
-    const int64_t t0 = i % p->halves * half, t1 = t0 + half < b->tokens ? t0 + half : b->tokens, tokens = t1 - t0;
-    const int64_t b0 = kt_down_block(p, group, i / p->halves), b1 = kt_down_block(p, group, i / p->halves + 1);
+    const int64_t b0 = kt_down_block(p, group, i), b1 = kt_down_block(p, group, i + 1);
     const int64_t width = KT_DOWN_BLOCKS * KT_BLOCK, size = kt_size(b->out_dtype);
     const int64_t block_bytes = f->weight_bytes(p->layer->inter), scale_bytes = f->scale_bytes(p->layer->inter);
     float *sums = (float *)kt_plan_own(p, thread);
     kt_thread state;
     if (p->active)
-        kt_fetch_blocks(f, &s->down[p->expert_ids[0]], b0, b1 - b0 < KT_DOWN_BLOCKS ? 1 : KT_DOWN_BLOCKS,
-                        p->layer->inter);
-    memset(sums, 0, (size_t)(half * own * KT_BLOCK) * sizeof *sums);
+        kt_fetch_blocks(f, &s->down[p->expert_ids[0]], b0, b1 - b0, p->layer->inter);
+    memset(sums, 0, (size_t)(b->tokens * width) * sizeof *sums);
     p->layer->kernels->begin(&state, p->tiles > 0);
     for (int64_t a = 0; a < p->active; a++) {
-        const int64_t expert = p->expert_ids[a], first = p->offset[expert], end = p->offset[expert + 1];
-        const int64_t from = t0 ? kt_slot_of(p, first, end, t0) : first;
-        const int64_t to = t1 < b->tokens ? kt_slot_of(p, from, end, t1) : end;
-        if (from == to)
-            continue;
+        const int64_t expert = p->expert_ids[a], first = p->offset[expert];
+        const kt_matrix *m = &s->down[expert], *next = a + 1 < p->active ? &s->down[p->expert_ids[a + 1]] : NULL;
         if (p->chained)
-            kt_await(&p->left[a], (const char *)s->down[expert].weight + b0 * block_bytes, (b1 - b0) * block_bytes);
-        kt_gemm g = kt_plan_gemm(p, expert, &s->down[expert], true, thread);
-        g.skip = g.tiles ? (from - first) % 16 : 0;
-        const int64_t row = from - first - g.skip;
-        g.m = to - first - row;
-        kt_gemm_from(&g, row, p->h_tile);
-        float *dst = sums - t0 * width;
-        for (int64_t at = b0; at < b1; at += KT_DOWN_BLOCKS, dst += tokens * width) {
-            const bool more = at + KT_DOWN_BLOCKS < b1;
-            const kt_matrix *next = more ? &s->down[expert] : a + 1 < p->active ? &s->down[p->expert_ids[a + 1]] : NULL;
-            const int64_t then = more ? at + KT_DOWN_BLOCKS : b0;
-            g.next = next ? (const char *)next->weight + then * block_bytes : NULL;
-            g.next_scale = next ? (const char *)next->scale + then * scale_bytes : NULL;
-            f->down(&g, p->token + first + row, p->route + first + row, at, more ? at + KT_DOWN_BLOCKS : b1, dst,
-                    width);
-        }
+            kt_await(&p->left[a], (const char *)m->weight + b0 * block_bytes, (b1 - b0) * block_bytes);
+        kt_gemm g = kt_plan_gemm(p, expert, m, true, thread);
+        g.next = next ? (const char *)next->weight + b0 * block_bytes : NULL;
+        g.next_scale = next ? (const char *)next->scale + b0 * scale_bytes : NULL;
+        f->down(&g, p->token + first, p->route + first, b0, b1, sums, width);
     }
-    for (int64_t at = b0; at < b1; at += KT_DOWN_BLOCKS, sums += tokens * width) {
-        const int64_t column = (s->block + at) * KT_BLOCK;
-        const int64_t left = p->layer->hidden - column, owned = (b1 - at) * KT_BLOCK;
-        const int64_t columns = left < owned ? left : owned < width ? owned : width;
-        if (b->tokens > KT_DIRECT_TOKENS)
-            p->layer->kernels->store(sums, tokens * width, b->out_dtype,
-                                     p->part[group].columns + (at * KT_BLOCK * b->tokens + t0 * width) * size);
-        else
-            for (int64_t t = 0; t < tokens; t++)
-                p->layer->kernels->store(sums + t * width, columns, b->out_dtype,
-                                         b->out + t * b->out_stride + column * size);
-    }
+    const int64_t column = (s->block + b0) * KT_BLOCK, left = p->layer->hidden - column;
+    const int64_t owned = (b1 - b0) * KT_BLOCK, columns = left < owned ? left : owned;
+    if (b->tokens > KT_DIRECT_TOKENS)
+        p->layer->kernels->store(sums, b->tokens * width, b->out_dtype,
+                                 p->part[group].columns + b0 * KT_BLOCK * b->tokens * size);
+    else
+        for (int64_t t = 0; t < b->tokens; t++)
+            p->layer->kernels->store(sums + t * width, columns, b->out_dtype,
+                                     b->out + t * b->out_stride + column * size);
     p->layer->kernels->end(&state);
 }
 
@@ -700,14 +663,14 @@ static inline bool kt_forward_h(kt_plan *p, kt_pool *pool, kt_times *times)
 static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
 {
     const kt_layer *l = p->layer;
-    const int64_t tokens = p->batch->tokens, own = p->halves * KT_DOWN_BLOCKS;
+    const int64_t tokens = p->batch->tokens;
     bool done = false;
     times->started = kt_now();
     const int64_t bad = kt_plan_route(p);
     if (bad)
         return bad;
     times->ended[KT_PHASE_plan] = kt_now();
-    p->chained = l->groups == 1 && p->halves == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS;
+    p->chained = l->groups == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS;
     p->firsts = p->chained && !p->tiles ? kt_quantizes(p) : 0;
     if (!p->firsts)
         kt_stage(pool, kt_task_quantize, p, kt_quantizes(p), kt_x_rows(p) * p->k_hidden);
@@ -715,9 +678,10 @@ static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
     for (int64_t g = 0; g < l->groups; g++) {
         /* Two of one block for each thread. */
         const int64_t blocks = l->slices[g].blocks, fine = 2 * pool->group[g].threads;
-        const int64_t wide = kt_ceil(tokens > KT_DIRECT_TOKENS || blocks < 2 * fine ? blocks : blocks - fine, own);
+        const int64_t coarse = tokens > KT_DIRECT_TOKENS || blocks < 2 * fine ? blocks : blocks - fine;
+        const int64_t wide = kt_ceil(coarse, KT_DOWN_BLOCKS), left = blocks - wide * KT_DOWN_BLOCKS;
         p->part[g].wide = wide;
-        p->part[g].downs = wide * own < blocks ? wide + blocks - wide * own : wide;
+        p->part[g].downs = left > 0 ? wide + left : wide;
     }
     if (p->panel_rows) {
         times->ended[KT_PHASE_gather] = times->ended[KT_PHASE_quantize];
@@ -729,7 +693,7 @@ static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
     }
     if (!done) {
         for (int64_t g = 0; g < l->groups; g++)
-            p->tasks[g] = p->part[g].downs * p->halves;
+            p->tasks[g] = p->part[g].downs;
         kt_pool_run_groups_locked(pool, kt_task_down, p, p->tasks);
         times->ended[KT_PHASE_down] = kt_now();
     }
@@ -777,13 +741,14 @@ static inline int64_t kt_job_pass(kt_job *job, int64_t start)
     b.ids += start * b.ids_stride;
     b.weights += start * b.weights_stride;
     b.out += start * b.out_stride;
+    const int64_t slots = kt_slots(&b);
     kt_pool_lock(job->pool);
     for (int g = 0; g < job->layer->groups && room; g++) {
-        const size_t bytes = kt_plan_scratch(&plan, job->layer, &b, job->pool, g, NULL);
+        const size_t bytes = kt_plan_scratch(&plan, job->layer, &b, slots, job->pool, g, NULL);
         char *base = kt_pool_scratch(job->pool, g, bytes);
         room = base != NULL;
         if (room)
-            kt_plan_scratch(&plan, job->layer, &b, job->pool, g, base);
+            kt_plan_scratch(&plan, job->layer, &b, slots, job->pool, g, base);
     }
     if (room)
         status = kt_forward(&plan, job->pool, &job->times);

@@ -32,7 +32,6 @@ cdef extern from "table.h" nogil:
         const int32_t *index
         const kt_meta *meta
         const void *tiles
-        int64_t skip
         const void *weight
         const void *scale
         const float *bias

@@ -455,7 +455,7 @@ cdef operands(Format fmt, kt_gemm *g, x, weight, scale, bias, index, bint tiles)
         _packed("scale", scale, (blocks, fmt.fmt.scale_bytes(k)), np.uint8),
         meta,
     ]
-    g.m, g.k, g.ldx, g.skip = count, k, width, 0
+    g.m, g.k, g.ldx = count, k, width
     g.x, g.meta = <void *>address(rows), <kt_meta *>address(meta)
     g.weight, g.scale = <void *>address(weight), <void *>address(scale)
     g.index, g.tiles, g.bias, g.next, g.next_scale = NULL, NULL, NULL, NULL, NULL

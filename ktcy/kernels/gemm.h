@@ -63,7 +63,7 @@ KT_INLINE void kt_strips(const kt_strip *start, int64_t b0, int64_t b1, kt_panel
             now->rows = g->m - r < KT_STRIP ? g->m - r : KT_STRIP;
             product(now, epilogue, last);
             epilogue(last, KT_STRIP);
-            now->done = r ? 0 : g->skip;
+            now->done = 0;
             kt_strip *swap = now;
             now = last;
             last = swap;

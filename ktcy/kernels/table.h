@@ -90,7 +90,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KT_CAPSULE "ktcy.kernels.v5"
+#define KT_CAPSULE "ktcy.kernels.v6"
 #define KT_BLOCK 16
 #define KT_KPAD 64
 #define KT_TINY 0x1p-118f
@@ -127,7 +127,6 @@ typedef struct {
     const int32_t *index;
     const kt_meta *meta;
     const void *tiles;
-    int64_t skip; /* rows at the start, fewer than 16, that are in the first tile and give nothing */
     const void *weight, *scale;
     const float *bias; /* per packed row, or NULL */
     const void *next, *next_scale; /* weights that the same thread reads after these, fetched meanwhile; or NULL */
