@@ -71,6 +71,17 @@ def test_sorted_layers_are_within_the_bound(kernels, pools, name, dtype):  # noq
     assert (forward(avx2, packed, pools[2].pool, layer) == got).all()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_panels_of_sorted_layers_give_the_bits_of_pieces(kernels, pools, name):  # noqa: F811
+    """C18: so many tokens that panels of rows are taken."""
+    fmt = kernels.format(name)
+    layer, quantized = ordered(name, tokens=900)
+    packed = pack(fmt, layer, quantized)
+    got = forward(fmt, packed, pools[2].pool, layer)
+    pieces = [forward(fmt, packed, pools[2].pool, layer, slice(at, at + 60)) for at in range(0, 900, 60)]
+    assert (got == np.concatenate(pieces)).all()
+
+
 def test_unpacked_columns_are_those_of_the_inputs():
     fmt = registry.default().format("gptq64")
     layer, quantized = ordered("gptq64")

@@ -389,6 +389,28 @@ def test_few_tokens_among_padding_give_the_same_bits(kernels, pools, tokens, exp
 
 
 @settings(max_examples=10)
+@given(
+    tokens=st.integers(1, 900),
+    padding=st.sampled_from([0, 0.5, 0.97, 0.995]),
+    top_k=st.integers(1, 4),
+    threads=st.sampled_from(THREADS),
+    released=st.booleans(),
+)
+def test_any_share_of_padding_gives_the_bits_of_the_pieces(
+    kernels, pools, tokens, padding, top_k, threads, released
+):
+    """C18 C52: whichever of the layer's ways the tokens and their slots choose, panels among them."""
+    rng = np.random.default_rng(tokens)
+    layer = strategies.layer(rng, LayerShape(5, top_k, 70, 40), Activation(), tokens)
+    layer.ids[rng.random(layer.ids.shape) < padding] = -1
+    moe = loaded(layer, kernels, pools[threads])
+    if released:
+        pools[threads].pool.release()
+    got = forward(moe, layer)
+    assert same(got, np.concatenate([forward(moe, layer, slice(at, at + 60)) for at in range(0, tokens, 60)]))
+
+
+@settings(max_examples=10)
 @given(counts=st.lists(st.integers(0, 150), min_size=1, max_size=6))
 def test_no_call_leaves_anything_for_the_next(kernels, pools, counts):
     """C19: after any other batches, scratch memory given back or not, a call gives the bits of a fresh layer."""
