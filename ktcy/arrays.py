@@ -36,9 +36,9 @@ def as_numpy(value, name):
             raise TypeError(f"{name} is on {value.device}; ktcy takes CPU tensors: pass {name}.cpu()")
         tensor = value.detach() if value.requires_grad else value
         torch = sys.modules["torch"]
-        if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(BFLOAT16)
         try:
+            if tensor.dtype == torch.bfloat16:
+                return tensor.view(torch.int16).numpy().view(BFLOAT16)
             return tensor.numpy()
         except (TypeError, RuntimeError) as error:
             raise TypeError(f"{name} of {tensor.dtype} cannot be read: {error}") from None

@@ -175,8 +175,14 @@ def main(argv=None):
     """Runs one command; returns the exit code. Errors a user can cause are one line on stderr, not a traceback."""
     args = parser().parse_args(argv)
     try:
-        return args.run(args)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read has enough; what is still buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
         print(f"ktcy: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

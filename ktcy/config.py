@@ -1,6 +1,7 @@
 """What a layer is: its sizes, its activation, its weight format. The one place that validates them."""
 
 import math
+import numbers
 import operator
 from dataclasses import dataclass
 
@@ -87,6 +88,9 @@ class Activation:
     def __post_init__(self):
         if self.gate not in GATES:
             raise ValueError(f"unknown activation {self.gate!r}; the activations are silu, swigluoai, gelu, gelu_tanh")
+        for name in ("alpha", "limit", "offset"):
+            if not isinstance(getattr(self, name), numbers.Real):
+                raise TypeError(f"the {name} of an activation must be a number, not {getattr(self, name)!r}")
         if not (math.isfinite(self.alpha) and math.isfinite(self.offset)):
             raise ValueError(f"alpha and offset of an activation must be finite, not {self.alpha} and {self.offset}")
         if not self.limit > 0:
@@ -95,7 +99,11 @@ class Activation:
     @classmethod
     def named(cls, name, alpha=None, limit=None):
         """The activation of a configuration's ``hidden_act``: silu, swiglu, swigluoai, gelu, gelu_tanh."""
-        limit = math.inf if not limit else limit
+        limit = limit or math.inf
+        clamped, scaled = name in ("silu", "swish", "swiglu", "swigluoai"), name == "swigluoai"
+        if alpha and not scaled or limit != math.inf and not clamped:
+            takes = "takes a limit but no alpha" if clamped else "takes neither limit nor alpha"
+            raise ValueError(f"activation {name!r} {takes}; with both there is swigluoai")
         if name in ("silu", "swish", "swiglu"):
             return cls(limit=limit)
         if name == "swigluoai":

@@ -19,6 +19,7 @@ import shutil
 import sys
 import threading
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy as np
 
 from . import kernels
 from ._version import __version__
-from .config import method_of
+from .config import integer, method_of
 from .runtime import topology
 from .weights._header import what_folder
 from .weights.source import layer_format, open_source
@@ -137,7 +138,7 @@ def verify_folder(folder, threads=None, progress=None):
     manifest = read_manifest(folder)
     if manifest is None:
         raise FileNotFoundError(
-            f"{folder} has no {MANIFEST}: expected a folder made by `python -m ktcy convert MODEL {folder}`, "
+            f"{folder} has no {MANIFEST}: expected a folder made by `python -m ktcy convert MODEL OUT`, "
             f"found {what_folder(folder)}"
         )
     damaged = []
@@ -152,7 +153,7 @@ def verify_folder(folder, threads=None, progress=None):
                 in_order(pool, lambda e: _crc(packed, e), range(packed.shape.num_experts), checksum.add)
                 if checksum.text() != entry["checksum"]:
                     damaged.append(f"{path}: checksum {checksum.text()}, expected {entry['checksum']}")
-            except (OSError, ValueError) as error:
+            except (FileNotFoundError, ValueError) as error:
                 damaged.append(str(error))
             bar.update(entry["bytes"])
     if damaged:
@@ -346,7 +347,9 @@ def _chosen(layers, have):
     if isinstance(layers, slice):
         chosen = [n for n in have if n in range(*layers.indices(have[-1] + 1))]
     else:
-        chosen = sorted(set(layers))
+        if not isinstance(layers, Iterable):
+            raise TypeError(f"layers must be a slice or a list of integers, not {layers!r}")
+        chosen = sorted({integer("a layer", layer, 0) for layer in layers})
     wrong = sorted(set(chosen) - set(have))
     if wrong or not chosen:
         what = f"layer {wrong[0]} has no experts" if wrong else "none of the chosen layers has experts"
@@ -441,6 +444,6 @@ def _bar(progress, what):
     from tqdm.auto import tqdm
 
     if progress is None:
-        progress = sys.stderr.isatty() or "ipykernel" in sys.modules
+        progress = getattr(sys.stderr, "isatty", bool)() or "ipykernel" in sys.modules
     with tqdm(desc=what, unit="B", unit_scale=True, total=0, disable=not progress) as bar:
         yield bar

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from . import kernels
-from .arrays import as_numpy, floats, is_torch, like
+from .arrays import FLOATS, as_numpy, floats, is_torch, like
 from .buffers import Buffers
 from .config import MADE, Activation, LayerShape, integer, method_of, method_takes
 from .moe import MoE
@@ -155,6 +155,10 @@ class KTMoEWrapper:
             activation = activation or ("swigluoai" if swiglu_alpha else "silu")
         if isinstance(activation, str):
             activation = Activation.named(activation, swiglu_alpha, swiglu_limit)
+        elif not isinstance(activation, (Activation, type(None))):
+            raise TypeError(f"activation must be a name or an Activation, not {activation!r}")
+        elif swiglu_alpha or swiglu_limit:
+            raise ValueError("swiglu_alpha and swiglu_limit belong into the Activation that was given")
         self._activation = activation
         self._kernels = kernels.load(variant) if variant else kernels.default()
         if cpu_infer is None:
@@ -362,7 +366,7 @@ class KTMoEWrapper:
         target = floats(out, "out", x.shape)
         if not target.flags.writeable:
             raise ValueError("out is read-only")
-        if 0 in target.strides and any(stride == 0 and n > 1 for stride, n in zip(target.strides, target.shape)):
+        if target.size and any(stride == 0 and n > 1 for stride, n in zip(target.strides, target.shape)):
             raise ValueError("out is a broadcast: several of its elements share memory")
         meets = np.may_share_memory
         direct = _rows_contiguous(target) and not (meets(target, x) or meets(target, ids) or meets(target, weights))
@@ -454,13 +458,14 @@ class KTMoEWrapper:
         if ids.dtype not in (np.int64, np.int32):
             raise TypeError(f"topk_ids is {ids.dtype}; int32 and int64 are supported")
         weights = as_numpy(topk_weights, "topk_weights")
-        if weights.dtype.kind not in "fV":
+        if weights.dtype.kind != "f" and weights.dtype not in FLOATS:
             raise TypeError(f"topk_weights is {weights.dtype}; a float type is needed")
         expected = (x.shape[0], self.shape.num_experts_per_tok)
         for name, array in (("topk_ids", ids), ("topk_weights", weights)):
             if array.shape != expected:
                 raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
-        weights = weights.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):
+            weights = weights.astype(np.float32, copy=False)
         if not _rows_contiguous(x):
             x = np.ascontiguousarray(x)
         return x, ids, weights

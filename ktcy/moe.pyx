@@ -64,6 +64,7 @@ cdef extern from "plan.h" nogil:
         kt_batch batch
         int64_t chunk
         kt_times times
+        kt_times *kept
         int64_t status
 
     ctypedef struct kt_copy:
@@ -228,6 +229,9 @@ cdef class MoE:
         free(self.matrices)
         free(self.slices)
 
+    def __reduce__(self):
+        raise TypeError("a loaded layer cannot be copied or pickled; make another and load its weights again")
+
     def scratch_bytes(self, int64_t tokens, int64_t top_k):
         """Bytes of scratch memory of a forward of so many tokens, none padding, to float32: a list, one a group."""
         cdef kt_plan plan
@@ -243,6 +247,7 @@ cdef class MoE:
 
     cdef kt_job job(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
         cdef kt_job job
+        job.kept = NULL
         job.layer = &self.layer
         job.pool = self.pool.p
         job.chunk = CHUNK
@@ -274,12 +279,14 @@ cdef class MoE:
             "and -1 means no expert"
         )
 
-    cdef record(self, trace, const kt_job *job, tokens):
-        phases, before = {}, job.times.started
+    cdef record(self, trace, const kt_job *job, int64_t start, const kt_times *times):
+        """Adds the pass from token ``start`` on."""
+        phases, before = {}, times.started
         for i in range(KT_N_PHASES):
-            phases[kt_phase_names[i].decode()] = (job.times.ended[i] - before) * 1e-9
-            before = job.times.ended[i]
-        trace.add(self.packed.layer, tokens, job.times.started * 1e-9, phases, self.pool.counters())
+            phases[kt_phase_names[i].decode()] = (times.ended[i] - before) * 1e-9
+            before = times.ended[i]
+        tokens = min(job.batch.tokens - start, job.chunk)
+        trace.add(self.packed.layer, tokens, times.started * 1e-9, phases, self.pool.counters())
 
     def forward(self, cnp.ndarray x, cnp.ndarray ids, cnp.ndarray weights, cnp.ndarray out):
         """Computes ``out`` from checked arrays.
@@ -314,7 +321,7 @@ cdef class MoE:
             if status:
                 raise self.error(status, ids)
             if trace is not None:
-                self.record(trace, &job, min(job.batch.tokens - start, job.chunk))
+                self.record(trace, &job, start, &job.times)
             PyErr_CheckSignals()
             start += job.chunk
 
@@ -337,6 +344,9 @@ cdef class MoE:
         task.arrays = (x, ids, weights, out)
         task.job = self.job(x, ids, weights, out)
         task.trace = get_value(active)
+        if task.trace is not None:
+            task.passes = np.zeros((-(-task.job.batch.tokens // task.job.chunk), sizeof(kt_times)), np.uint8)
+            task.job.kept = <kt_times *>cnp.PyArray_DATA(task.passes)
         task.bind(self.pool, kt_job_keep if keep else kt_job_run, &task.job)
         return task
 
@@ -349,13 +359,15 @@ cdef class Forward(Task):
     cdef MoE moe
     cdef readonly tuple arrays
     cdef object trace
+    cdef cnp.ndarray passes
 
     def result(self):
         """The output of the last run that is over; raises what it failed with."""
         if self.job.status:
             raise self.error(self.job.status)
         if self.trace is not None:
-            self.moe.record(self.trace, &self.job, self.job.batch.tokens)
+            for n in range(len(self.passes)):
+                self.moe.record(self.trace, &self.job, n * self.job.chunk, &self.job.kept[n])
         return self.arrays[3]
 
     cdef object error(self, int64_t status):

@@ -711,8 +711,9 @@ typedef struct {
     kt_pool *pool;
     kt_batch batch;
     int64_t chunk;  /* tokens of one pass: bounds the scratch; passes give the same bits */
-    kt_times times; /* of the last pass */
-    int64_t status; /* of the last kt_job_keep */
+    kt_times times;  /* of the last pass */
+    kt_times *kept;  /* [passes] of the last kt_job_run, or NULL: nobody wants them */
+    int64_t status;  /* of the last kt_job_keep */
 } kt_job;
 
 /* 0, or 1 + t * top_k + j of the first bad id: before several passes write anything. One pass looks by itself. */
@@ -761,8 +762,11 @@ static int64_t kt_job_run(void *ctx)
 {
     kt_job *job = ctx;
     int64_t status = 0;
-    for (int64_t start = 0; start < job->batch.tokens && !status; start += job->chunk)
+    for (int64_t start = 0; start < job->batch.tokens && !status; start += job->chunk) {
         status = kt_job_pass(job, start);
+        if (job->kept)
+            job->kept[start / job->chunk] = job->times;
+    }
     return status;
 }
 

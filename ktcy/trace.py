@@ -30,13 +30,14 @@ class Trace:
 
     def __init__(self):
         self.forwards = []
+        self._tokens = []
 
     def __enter__(self):
-        self._token = active.set(self)
+        self._tokens.append(active.set(self))
         return self
 
     def __exit__(self, *exc):
-        active.reset(self._token)
+        active.reset(self._tokens.pop())
 
     def add(self, layer, tokens, start, phases, counters):
         thread = threading.get_native_id()

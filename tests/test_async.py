@@ -362,6 +362,31 @@ def test_trace_sums_to_the_forward_and_opens_as_json(pair, tmp_path):
     assert os.listdir(tmp_path) == ["trace.json"]
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 17])
+def test_submitted_and_direct_forwards_have_the_same_passes(pair, monkeypatch, tokens):
+    monkeypatch.setattr(ktcy.moe, "CHUNK", 8)
+    cases, moes, _ = pair
+    batch = [np.resize(a, (tokens, *a.shape[1:])) for a in inputs(cases[0])]
+    with Trace() as trace:
+        moes[0].forward(*batch)
+        moes[0].submit_forward(*batch)
+        moes[0].sync_forward()
+    half = len(trace.forwards) // 2
+    direct, submitted = ([f["tokens"] for f in part] for part in (trace.forwards[:half], trace.forwards[half:]))
+    assert direct == submitted and sum(direct) == tokens
+    starts = [f["start"] for f in trace.forwards]
+    assert starts == sorted(starts) and all(s >= 0 for f in trace.forwards for s in f["phases"].values())
+
+
+def test_trace_within_itself(pair):
+    cases, moes, _ = pair
+    trace = Trace()
+    with trace, trace:
+        moes[0].forward(*inputs(cases[0]))
+    moes[0].forward(*inputs(cases[0]))
+    assert len(trace.forwards) == 1
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 64, 600, 4096, 100_000])
 @pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (512, 16, 96, 64)])
 @pytest.mark.parametrize("threads, groups", [(1, 1), (16, 1), (16, 4)])

@@ -378,7 +378,8 @@ def test_unknown_model_lists_the_known(name, tmp_path):
         (dict(num_hidden_layers=10**15), "num_hidden_layers"),
         (dict(decoder_sparse_step=-1), "decoder_sparse_step"),
         (dict(decoder_sparse_step=0), "no layer"),
-        (dict(mlp_only_layers=3), "config.json"),
+        (dict(mlp_only_layers=3), "mlp_only_layers 3; expected a list"),
+        (dict(swiglu_limit="x"), "the limit of an activation must be a number, not 'x'"),
         (dict(mlp_only_layers=[0, 1]), "no layer"),
         (dict(hidden_act="relu"), "relu"),
         (dict(model_type="deepseek_v2"), "first_k_dense_replace"),
@@ -389,7 +390,7 @@ def test_unknown_model_lists_the_known(name, tmp_path):
     ids=str,
 )
 def test_config_with_wrong_values(changes, word, tmp_path):
-    fails(write(tmp_path, weights(), config(**changes)), tmp_path / "config.json", word, kind=(ValueError, TypeError))
+    fails(write(tmp_path, weights(), config(**changes)), tmp_path / "config.json", word)
 
 
 # Files.
@@ -688,7 +689,7 @@ def test_no_such_folder(tmp_path):
     "files, words",
     [
         ({}, ["empty", "Download"]),
-        ({"model-q4.gguf": b"GGUF"}, ["GGUF", "safetensors format"]),
+        ({"model-q4.gguf": b"GGUF"}, ["GGUF", "the .gguf file itself"]),
         ({"config.json": b"{}", "model-q4.gguf": b"GGUF"}, ["GGUF"]),
         ({"ktcy.json": b"{}", "layer-00000.safetensors": raw({})}, ["converted by ktcy", "weight_path"]),
         ({"ktcy.json": b"{}", "config.json": b"{}", "layer-00000.safetensors": raw({})}, ["converted by ktcy"]),

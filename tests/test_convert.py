@@ -188,6 +188,21 @@ def test_layers_without_experts_cannot_be_chosen(out, tmp_path, chosen):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("chosen", ["1", [1.0], [True, False, True], 1])
+def test_layers_of_the_wrong_type(out, tmp_path, chosen):
+    model = write(tmp_path / "model", weights((1, 3, 5)), num_hidden_layers=6, decoder_sparse_step=2)
+    with pytest.raises(TypeError, match="must be an? .*integer|must be a slice or a list of integers"):
+        convert(model, out, layers=chosen)
+    assert not out.exists()
+
+
+def test_without_a_stderr(model, out, monkeypatch):
+    """A daemon has none."""
+    monkeypatch.setattr("sys.stderr", None)
+    convert(model, out)
+    assert verify_folder(out)
+
+
 # What the weights lose
 
 
@@ -612,6 +627,17 @@ def test_verify_finds_one_changed_bit(model, out, place):
     data[place] ^= 4
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"1 of 1 layers in {out} are damaged"):
+        verify_folder(out)
+
+
+def test_what_verify_may_not_read_is_not_damaged(model, out, monkeypatch):
+    convert(model, out)
+
+    def refuse(folder, number):
+        raise PermissionError(errno.EACCES, "Permission denied", str(layer_path(folder, number)))
+
+    monkeypatch.setattr(PackedLayer, "open", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
         verify_folder(out)
 
 

@@ -167,6 +167,13 @@ def test_version_and_unknown_commands(capsys):
         assert done.value.code == 2
 
 
+def test_a_reader_that_left():
+    command = [sys.executable, "-m", "ktcy", "doctor", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.close()
+        assert run.stderr.read() == "" and run.wait() == 1
+
+
 def test_errors_are_one_line(monkeypatch, capsys):
     def refuse():
         raise OSError(28, "No space left on device", "layer-3.safetensors")

@@ -473,9 +473,9 @@ def test_something_else_in_place_of_a_layer(tmp_path, data, what):
     "files, words",
     [
         ([], ["found nothing: it is empty", "convert MODEL {folder}"]),
-        (["model.gguf"], ["found GGUF files", "convert MODEL {folder}"]),
+        (["model.gguf"], ["found GGUF files", "give one of the files", "convert FILE.gguf OUT"]),
         (["config.json", "model.safetensors"], ["found a Hugging Face checkpoint", "convert {folder} OUT"]),
-        (["_layer_0"], ["found weights converted by kt-kernel", "convert MODEL {folder}"]),
+        (["_layer_0"], ["found weights converted by kt-kernel", "convert MODEL OUT"]),
         (["notes.txt"], ["notes.txt", "expected a folder of weights converted by ktcy"]),
         (["layer-00003.safetensors", "layer-00005.safetensors"], ["2 converted layers from 3 to 5", "--layers 7:8"]),
     ],

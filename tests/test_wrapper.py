@@ -1,8 +1,10 @@
 """`KTMoEWrapper` as users and engines call it: signatures, arrays of any kind, bad input, and its life."""
 
+import copy
 import functools
 import inspect
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -548,11 +550,63 @@ def test_more_experts_per_token_than_experts():
         (dict(activation="relu"), "unknown activation 'relu'; the activations are silu, swigluoai, gelu, gelu_tanh"),
         (dict(swiglu_limit=-1.0), "limit of an activation must be positive, not -1"),
         (dict(swiglu_alpha=float("nan")), "alpha .* must be finite"),
+        (dict(activation=Activation(), swiglu_limit=3.0), "belong into the Activation"),
+        (dict(activation="silu", swiglu_alpha=1.7), "'silu' takes a limit but no alpha"),
+        (dict(activation="gelu", swiglu_limit=3.0), "'gelu' takes neither limit nor alpha"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         wrapper(**options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(activation=5), "activation must be a name or an Activation, not 5"),
+        (dict(swiglu_limit="7"), "the limit of an activation must be a number, not '7'"),
+        (dict(swiglu_alpha="x"), "the alpha of an activation must be a number, not 'x'"),
+    ],
+)
+def test_options_of_the_wrong_type(options, message):
+    with pytest.raises(TypeError, match=message):
+        wrapper(**options)
+
+
+def test_no_tokens_and_an_array_for_the_output(moe, inputs):
+    """C55: numpy gives arrays without elements strides of 0, as broadcasts have."""
+    none = {name: a[:0] for name, a in inputs.items()}
+    for out in (np.empty((0, H), F32), torch.empty(0, H, dtype=torch.bfloat16)):
+        assert moe.forward(**none, out=out) is out
+
+
+def test_loaded_layers_are_not_copied(moe):
+    """C37"""
+    for spread in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a loaded layer cannot be copied or pickled"):
+            spread(moe._moe)
+
+
+def test_finite_value_that_bfloat16_cannot_hold():
+    layer = case()
+    layer.gate[1, 2, 3] = np.finfo(F32).max
+    with pytest.raises(ValueError, match="3.4.*e.38 at row 2, column 3 is too large for bfloat16"):
+        loaded(layer, method="BF16")
+
+
+def test_tensors_that_numpy_cannot_see(moe, inputs):
+    for x in (torch.zeros(T, H).bfloat16().to_sparse(), torch._neg_view(torch.zeros(T, H).bfloat16())):
+        with pytest.raises(TypeError, match="hidden_states of torch.bfloat16 cannot be read"):
+            moe.forward(**{**inputs, "hidden_states": x})
+
+
+def test_routing_weights_beyond_float32_and_of_other_types(moe, inputs):
+    wide = inputs["topk_weights"].astype(np.float64)
+    wide[1, 0] = 1e300
+    assert not np.isfinite(moe.forward(**{**inputs, "topk_weights": wide})[1]).any()
+    for kind in (np.dtype([("w", F32)]), np.dtype("V4"), np.dtype(ml_dtypes.int4)):
+        with pytest.raises(TypeError, match="topk_weights is .*; a float type is needed"):
+            moe.forward(**{**inputs, "topk_weights": np.zeros(wide.shape, kind)})
 
 
 @pytest.mark.parametrize(

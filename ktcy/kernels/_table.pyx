@@ -315,7 +315,8 @@ cdef class Format:
             at = f"{src[row, column]} at row {row}, column {column}"
             if self.codes:
                 raise ValueError(f"the {self.codes} code {at} is NaN or has too large a scale")
-            raise ValueError(f"the value {at} is not finite")
+            what = "too large for bfloat16" if np.isfinite(src[row, column]) else "not finite"
+            raise ValueError(f"the value {at} is {what}")
 
     def unpack(self, weight, scale, n, k):
         """The float32 values [n, k] that packed blocks stand for (arrays as in `pack`)."""

@@ -127,7 +127,7 @@ def what_file(text, size):
 def what_folder(path):
     """What a folder holds, for an error that expected something else there: "a Hugging Face checkpoint", ..."""
     path = Path(path)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return f"a file of type {path.suffix or 'unknown'}"
     if not path.is_dir():
         return "nothing: there is no such folder"

@@ -35,6 +35,13 @@ def _number(config, key, default=None):
     return value
 
 
+def _list(config, key):
+    value = config.get(key)
+    if not isinstance(value, (list, type(None))):
+        raise ValueError(f"has {key} {value!r}; expected a list")
+    return value
+
+
 def _all_layers(config):
     return range(integer("num_hidden_layers", get(config, "num_hidden_layers"), 1, 1 << 16))
 
@@ -44,12 +51,12 @@ def _after_first_dense(config):
 
 
 def _by_sparse_step(config):
-    dense, step = config.get("mlp_only_layers") or (), _number(config, "decoder_sparse_step", 1)
+    dense, step = _list(config, "mlp_only_layers") or (), _number(config, "decoder_sparse_step", 1)
     return [layer for layer in _all_layers(config) if layer not in dense and step and (layer + 1) % step == 0]
 
 
 def _listed_or_interleaved(config):
-    listed, everything = config.get("moe_layers"), _all_layers(config)
+    listed, everything = _list(config, "moe_layers"), _all_layers(config)
     if listed is not None:
         if not all(layer in everything for layer in listed):
             raise ValueError(f"has moe_layers {listed!r}, of a model of {len(everything)} layers")
@@ -61,7 +68,7 @@ def _listed_or_interleaved(config):
 def _sparse(config):
     """Of MiniMax-M3: ``mlp_layer_types`` ("sparse" or "dense"), or ``moe_layer_freq`` (1 or 0), one a layer."""
     everything = _all_layers(config)
-    kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq") or ["sparse"] * len(everything)
+    kinds = _list(config, "mlp_layer_types") or _list(config, "moe_layer_freq") or ["sparse"] * len(everything)
     if len(kinds) != len(everything):
         raise ValueError(f"has {len(kinds)} mlp_layer_types or moe_layer_freq, of a model of {len(everything)} layers")
     return [layer for layer, kind in zip(everything, kinds) if kind in ("sparse", 1)]

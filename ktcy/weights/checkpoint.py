@@ -141,7 +141,7 @@ class Checkpoint:
             self.layers = sorted(self._row.layers(config))
             depth = get(config, "num_hidden_layers")
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{config_path}: {error}") from None
+            raise ValueError(f"{config_path}: {error}") from None
         if not self.layers:
             raise ValueError(f"{config_path}: no layer of this model has experts")
         self.has_bias = self._row.bias
@@ -428,7 +428,7 @@ def _check_folder(path):
         if (path / "snapshots").is_dir():
             advice = f"This is a folder of the Hugging Face cache, so take one of {path / 'snapshots'}/*"
         elif "GGUF" in what:
-            advice = "Download the model in safetensors format"
+            advice = "Give the .gguf file itself as MODEL"
         elif "PyTorch" in what:
             advice = "Load the model with transformers and save it again with save_pretrained"
         elif weights:

@@ -129,7 +129,7 @@ class Gguf:
         try:
             self._describe(meta)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{self.path}: {error}") from None
+            raise ValueError(f"{self.path}: {error}") from None
         self.layers, self._tensors, self.types, self.kinds, self.tensors = [], {}, {}, {}, {}
         for layer in range(self._depth):
             names = self._layer(layer, held)

@@ -505,11 +505,14 @@ def absent(path, layer):
             f"add it with: python -m ktcy convert MODEL {folder} --layers {layer}:{layer + 1}"
         )
     found = what_folder(folder)
-    run = f"{folder} OUT" if found == "a Hugging Face checkpoint" else f"MODEL {folder}"
-    return (
-        f"{folder} has no {path.name}: expected a folder of weights converted by ktcy, found {found}; "
-        f"make one with: python -m ktcy convert {run}"
-    )
+    if found == "GGUF files":
+        advice = "give one of the files itself, or convert it with: python -m ktcy convert FILE.gguf OUT"
+    elif found == "a Hugging Face checkpoint":
+        advice = f"make one with: python -m ktcy convert {folder} OUT"
+    else:
+        out = folder if found.startswith("nothing") else "OUT"
+        advice = f"make one with: python -m ktcy convert MODEL {out}"
+    return f"{folder} has no {path.name}: expected a folder of weights converted by ktcy, found {found}; {advice}"
 
 
 def described(path, header, layer):
