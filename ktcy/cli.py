@@ -176,7 +176,8 @@ def main(argv=None):
     args = parser().parse_args(argv)
     try:
         code = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # Whoever read has enough; what is still buffered would fail again at exit.

@@ -100,14 +100,14 @@ class Activation:
     def named(cls, name, alpha=None, limit=None):
         """The activation of a configuration's ``hidden_act``: silu, swiglu, swigluoai, gelu, gelu_tanh."""
         limit = limit or math.inf
-        clamped, scaled = name in ("silu", "swish", "swiglu", "swigluoai"), name == "swigluoai"
-        if alpha and not scaled or limit != math.inf and not clamped:
-            takes = "takes a limit but no alpha" if clamped else "takes neither limit nor alpha"
-            raise ValueError(f"activation {name!r} {takes}; with both there is swigluoai")
-        if name in ("silu", "swish", "swiglu"):
-            return cls(limit=limit)
         if name == "swigluoai":
             return cls(alpha=alpha or 1.702, limit=7.0 if limit == math.inf else limit, offset=1.0)
+        if name in ("silu", "swish", "swiglu"):
+            if alpha:
+                raise ValueError(f"activation {name!r} takes a limit but no alpha; with both there is swigluoai")
+            return cls(limit=limit)
+        if alpha or limit != math.inf:
+            raise ValueError(f"activation {name!r} takes neither limit nor alpha; with both there is swigluoai")
         if name in ("gelu_tanh", "gelu_pytorch_tanh", "gelu_new"):
             return cls("gelu_tanh")
         return cls(name)

@@ -464,8 +464,9 @@ class KTMoEWrapper:
         for name, array in (("topk_ids", ids), ("topk_weights", weights)):
             if array.shape != expected:
                 raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
-        with np.errstate(over="ignore"):
-            weights = weights.astype(np.float32, copy=False)
+        if weights.dtype != np.float32:
+            with np.errstate(over="ignore"):
+                weights = weights.astype(np.float32)
         if not _rows_contiguous(x):
             x = np.ascontiguousarray(x)
         return x, ids, weights

@@ -167,6 +167,17 @@ def test_version_and_unknown_commands(capsys):
         assert done.value.code == 2
 
 
+def test_threads_compared_are_those_that_run(monkeypatch):
+    usable = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("KTCY_THREADS", str(usable + 62))
+    assert max(doctor.same_bits()["threads"]) <= usable
+
+
+def test_without_a_stdout(monkeypatch, quick):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["doctor"]) == 0
+
+
 def test_a_reader_that_left():
     command = [sys.executable, "-m", "ktcy", "doctor", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
