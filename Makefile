@@ -15,7 +15,7 @@ bench: .venv/test/ready
 	.venv/test/bin/python -m pytest bench
 
 # The kernels and the layer under ASan and UBSan. pytest itself, not python -m: that would import the tree's modules.
-SANITIZED = tests/test_vocabulary.py tests/test_quantizer.py tests/test_gemm.py tests/test_layer.py
+SANITIZED = tests/test_vocabulary.py tests/test_quantizer.py tests/test_gemm.py tests/test_layer.py tests/test_moving.py
 sanitize: .venv/test/ready
 	KTCY_DEBUG=1 KTCY_VARIANTS=twins .venv/test/bin/python setup.py -q build
 	PYTHONPATH=$$(echo build/debug/lib.*) LD_PRELOAD=$$(gcc -print-file-name=libasan.so) \

@@ -58,6 +58,9 @@ cdef extern from "plan.h" nogil:
         int64_t started
         int64_t *ended
 
+    ctypedef struct kt_bad:
+        int64_t token, place, id
+
     ctypedef struct kt_job:
         const kt_layer *layer
         kt_pool *pool
@@ -66,6 +69,7 @@ cdef extern from "plan.h" nogil:
         kt_times times
         kt_times *kept
         int64_t status
+        kt_bad bad
 
     ctypedef struct kt_copy:
         char *to
@@ -268,15 +272,15 @@ cdef class MoE:
         job.batch.ids_64 = cnp.PyArray_ITEMSIZE(ids) == 8
         return job
 
-    cdef error(self, int64_t status, ids):
+    cdef error(self, int64_t status, const kt_job *job):
         """The exception that the status of a forward means."""
+        tokens = job.batch.tokens
         if status == KT_NO_MEMORY:
-            need = sum(self.scratch_bytes(len(ids), ids.shape[1])) / 2**20
-            return MemoryError(f"no {need:.0f} MiB of scratch memory for {len(ids)} tokens")
-        token, slot = divmod(status - 1, ids.shape[1])
+            need = sum(self.scratch_bytes(tokens, job.batch.top_k))
+            return MemoryError(f"no {need / 2**20:.0f} MiB of scratch memory for {tokens} tokens{memory.limits(need)}")
         return ValueError(
-            f"topk_ids[{token}, {slot}] is {ids[token, slot]}; ids run from 0 to {self.layer.experts - 1}, "
-            "and -1 means no expert"
+            f"topk_ids[{job.bad.token}, {job.bad.place}] is {job.bad.id}; ids run from 0 to "
+            f"{self.layer.experts - 1}, and -1 means no expert"
         )
 
     cdef record(self, trace, const kt_job *job, int64_t start, const kt_times *times):
@@ -319,7 +323,7 @@ cdef class MoE:
             with nogil:
                 status = kt_job_pass(&job, start)
             if status:
-                raise self.error(status, ids)
+                raise self.error(status, &job)
             if trace is not None:
                 self.record(trace, &job, start, &job.times)
             PyErr_CheckSignals()
@@ -371,7 +375,7 @@ cdef class Forward(Task):
         return self.arrays[3]
 
     cdef object error(self, int64_t status):
-        return self.moe.error(status, self.arrays[1])
+        return self.moe.error(status, &self.job)
 
 
 def _shares(int64_t count, int64_t unit, threads):

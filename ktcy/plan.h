@@ -116,6 +116,7 @@ typedef struct {
     const kt_batch *batch;
     const kt_pool *pool;
     int64_t slots, units, active, tiles;
+    const int32_t *ids;         /* [tokens, top_k] of the batch, -1 to experts - 1 */
     int64_t pair_run;           /* pairs of a gate/up task */
     int64_t panel_rows, panels; /* rows of a panel at most, or 0: no panels */
     /* sizes derived from the layer: bytes of a row and of its part of a tile; where things lie in a thread's own */
@@ -181,6 +182,7 @@ static inline size_t kt_plan_scratch(kt_plan *p, const kt_layer *layer, const kt
     to = (type *)(base + at); \
     at += kt_lines((count) * (int64_t)sizeof(type))
     if (group == 0) {
+        KT_TAKE(p->ids, const int32_t, batch->tokens * batch->top_k); /* first: kt_job_room reads them there */
         KT_TAKE(p->part, kt_part, layer->groups);
         KT_TAKE(p->tasks, int64_t, layer->groups);
         KT_TAKE(p->offset, int32_t, layer->experts + 1);
@@ -218,43 +220,56 @@ static inline char *kt_plan_own(const kt_plan *p, int thread)
     return p->part[group].own + (thread - p->pool->group[group].thread) * p->own_bytes;
 }
 
+/* What the caller's ids say at a place. They may change at any time, so the value is fixed here: the compiler may not
+ * read it again after a check. */
 static inline int64_t kt_id(const kt_batch *b, int64_t t, int64_t j)
 {
     const char *at = b->ids + t * b->ids_stride + j * b->ids_step;
+    int64_t id;
     if (b->ids_64) {
-        int64_t id;
         memcpy(&id, at, sizeof id);
-        return id;
+    } else {
+        int32_t narrow;
+        memcpy(&narrow, at, sizeof narrow);
+        id = narrow;
     }
-    int32_t id;
-    memcpy(&id, at, sizeof id);
+    __asm__ volatile("" : "+r"(id));
     return id;
 }
 
-/* Places of the batch that name an expert: the others are padding, which may be most of it (C52). */
-static inline int64_t kt_slots(const kt_batch *b)
+/* The first id outside [-1, experts). */
+typedef struct {
+    int64_t token, place, id;
+} kt_bad;
+
+/* The one reader of a batch's ids: checks them and leaves them in `to`, if any. Returns how many name an expert (the
+ * others are padding, which may be most of them: C52), or -1 and which one is bad. */
+static inline int64_t kt_read_ids(const kt_batch *b, int64_t experts, int32_t *to, kt_bad *bad)
 {
     int64_t slots = 0;
-    for (int64_t t = 0; t < b->tokens; t++)
-        for (int64_t j = 0; j < b->top_k; j++)
-            slots += kt_id(b, t, j) >= 0;
+    for (int64_t t = 0; t < b->tokens; t++) {
+        for (int64_t j = 0; j < b->top_k; j++) {
+            const int64_t id = kt_id(b, t, j);
+            if (id < -1 || id >= experts) {
+                *bad = (kt_bad){t, j, id};
+                return -1;
+            }
+            if (to)
+                *to++ = (int32_t)id;
+            slots += id >= 0;
+        }
+    }
     return slots;
 }
 
-/* Groups the p->slots by expert. Returns 0, or 1 + t * top_k + j for the first id outside [-1, experts). */
-static inline int64_t kt_plan_route(kt_plan *p)
+/* Groups the p->slots by expert. */
+static inline void kt_plan_route(kt_plan *p)
 {
     const kt_batch *b = p->batch;
     const int64_t experts = p->layer->experts, few = p->layer->format->few_rows;
     memset(p->offset, 0, (size_t)(experts + 1) * sizeof *p->offset);
-    for (int64_t t = 0; t < b->tokens; t++) {
-        for (int64_t j = 0; j < b->top_k; j++) {
-            const int64_t id = kt_id(b, t, j);
-            if (id < -1 || id >= experts)
-                return 1 + t * b->top_k + j;
-            p->offset[id + 1]++; /* those of id -1 fall into offset[0], cleared next */
-        }
-    }
+    for (int64_t i = 0; i < b->tokens * b->top_k; i++)
+        p->offset[p->ids[i] + 1]++; /* those of id -1 fall into offset[0], cleared next */
     p->offset[0] = 0;
     p->active = p->units = p->tiles = 0;
     for (int64_t e = 0; e < experts; e++) {
@@ -271,7 +286,7 @@ static inline int64_t kt_plan_route(kt_plan *p)
     }
     for (int64_t t = 0; t < b->tokens; t++) {
         for (int64_t j = 0; j < b->top_k; j++) {
-            const int64_t id = kt_id(b, t, j);
+            const int32_t id = p->ids[t * b->top_k + j];
             if (id < 0)
                 continue;
             const int32_t slot = p->offset[id]++;
@@ -282,7 +297,6 @@ static inline int64_t kt_plan_route(kt_plan *p)
     /* Each offset moved to the next expert's start. */
     memmove(p->offset + 1, p->offset, (size_t)experts * sizeof *p->offset);
     p->offset[0] = 0;
-    return 0;
 }
 
 static inline kt_gemm kt_plan_gemm(const kt_plan *p, int64_t expert, const kt_matrix *w, bool down, int thread)
@@ -659,16 +673,13 @@ static inline bool kt_forward_h(kt_plan *p, kt_pool *pool, kt_times *times)
     return false;
 }
 
-/* One chunk, the pool's lock held and its scratch laid out. Returns as kt_plan_route. */
-static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
+/* One chunk, the pool's lock held, its scratch laid out and its ids read. */
+static inline void kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
 {
     const kt_layer *l = p->layer;
     const int64_t tokens = p->batch->tokens;
     bool done = false;
-    times->started = kt_now();
-    const int64_t bad = kt_plan_route(p);
-    if (bad)
-        return bad;
+    kt_plan_route(p);
     times->ended[KT_PHASE_plan] = kt_now();
     p->chained = l->groups == 1 && p->units && p->units == p->active && p->slots <= KT_CHAINED_SLOTS;
     p->firsts = p->chained && !p->tiles ? kt_quantizes(p) : 0;
@@ -700,10 +711,9 @@ static inline int64_t kt_forward(kt_plan *p, kt_pool *pool, kt_times *times)
     if (tokens > KT_DIRECT_TOKENS)
         kt_pool_run_locked(pool, kt_task_rows, p, kt_ceil(tokens, KT_BLOCK));
     times->ended[KT_PHASE_rows] = kt_now();
-    return 0;
 }
 
-#define KT_NO_MEMORY -1
+enum { KT_NO_MEMORY = 1, KT_BAD_ID };
 
 /* A forward that can run again and again, by the caller or by a queue: it holds all it needs. */
 typedef struct {
@@ -714,47 +724,58 @@ typedef struct {
     kt_times times;  /* of the last pass */
     kt_times *kept;  /* [passes] of the last kt_job_run, or NULL: nobody wants them */
     int64_t status;  /* of the last kt_job_keep */
+    kt_bad bad;      /* where a status is KT_BAD_ID */
 } kt_job;
 
-/* 0, or 1 + t * top_k + j of the first bad id: before several passes write anything. One pass looks by itself. */
-static inline int64_t kt_job_check(const kt_job *job)
+/* Reads the ids of a chunk and lays its scratch out. Where group 0's block has to grow for what they name, they are
+ * read again: what is used is what lies in the block at the end. */
+static inline int64_t kt_job_room(kt_job *job, const kt_batch *b, kt_plan *plan)
 {
-    const kt_batch *b = &job->batch;
-    for (int64_t t = 0; b->tokens > job->chunk && t < b->tokens; t++)
-        for (int64_t j = 0; j < b->top_k; j++)
-            if (kt_id(b, t, j) < -1 || kt_id(b, t, j) >= job->layer->experts)
-                return 1 + t * b->top_k + j;
+    const kt_layer *layer = job->layer;
+    size_t bytes = (size_t)(b->tokens * b->top_k) * sizeof(int32_t);
+    char *base;
+    int64_t slots;
+    do {
+        base = kt_pool_scratch(job->pool, 0, bytes);
+        if (!base)
+            return KT_NO_MEMORY;
+        slots = kt_read_ids(b, layer->experts, (int32_t *)base, &job->bad);
+        if (slots < 0)
+            return KT_BAD_ID;
+        bytes = kt_plan_scratch(plan, layer, b, slots, job->pool, 0, NULL);
+    } while (bytes > job->pool->group[0].scratch_bytes);
+    kt_plan_scratch(plan, layer, b, slots, job->pool, 0, base);
+    for (int g = 1; g < layer->groups; g++) {
+        base = kt_pool_scratch(job->pool, g, kt_plan_scratch(plan, layer, b, slots, job->pool, g, NULL));
+        if (!base)
+            return KT_NO_MEMORY;
+        kt_plan_scratch(plan, layer, b, slots, job->pool, g, base);
+    }
     return 0;
 }
 
-/* Tokens [start, start + chunk) of the batch. Returns 0, KT_NO_MEMORY, or 1 + t * top_k + j of the first bad id. */
+/* Tokens [start, start + chunk) of the batch. Returns 0 or a status. Before several passes write anything, all ids are
+ * looked at; each pass looks at its own again. */
 static inline int64_t kt_job_pass(kt_job *job, int64_t start)
 {
-    const int64_t bad = start ? 0 : kt_job_check(job);
-    if (bad)
-        return bad;
     kt_batch b = job->batch;
+    if (!start && b.tokens > job->chunk && kt_read_ids(&b, job->layer->experts, NULL, &job->bad) < 0)
+        return KT_BAD_ID;
     kt_plan plan;
-    bool room = true;
-    int64_t status = KT_NO_MEMORY;
     b.tokens = b.tokens - start < job->chunk ? b.tokens - start : job->chunk;
     b.x += start * b.x_stride;
     b.ids += start * b.ids_stride;
     b.weights += start * b.weights_stride;
     b.out += start * b.out_stride;
-    const int64_t slots = kt_slots(&b);
     kt_pool_lock(job->pool);
-    for (int g = 0; g < job->layer->groups && room; g++) {
-        const size_t bytes = kt_plan_scratch(&plan, job->layer, &b, slots, job->pool, g, NULL);
-        char *base = kt_pool_scratch(job->pool, g, bytes);
-        room = base != NULL;
-        if (room)
-            kt_plan_scratch(&plan, job->layer, &b, slots, job->pool, g, base);
-    }
-    if (room)
-        status = kt_forward(&plan, job->pool, &job->times);
+    job->times.started = kt_now();
+    const int64_t status = kt_job_room(job, &b, &plan);
+    if (!status)
+        kt_forward(&plan, job->pool, &job->times);
     kt_pool_unlock(job->pool);
-    return status > 0 ? status + start * b.top_k : status;
+    if (status == KT_BAD_ID)
+        job->bad.token += start;
+    return status;
 }
 
 /* For queues: all passes; the status is the task's. */

@@ -1,6 +1,7 @@
 """How much memory there is for this process, in figures for people and before anything is taken."""
 
 import re
+import resource
 from pathlib import Path
 
 from .topology import _memory_cgroups, _text
@@ -48,6 +49,16 @@ def require(nbytes, what, root="/"):
         limits = [limit for limit, _ in _memory_cgroups(Path(root))]
         limit = f", within the cgroup's limit of {_gib(min(limits))}" if limits else ""
         raise MemoryError(f"{what} needs {_gib(nbytes)} of memory; {_gib(there)} is available{limit}")
+
+
+def limits(nbytes):
+    """What of this process's own limits stands against so many bytes more, as the end of a message; or nothing."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = re.search(r"^VmSize:\s*(\d+) kB", _text(Path("/proc/self/status")), re.MULTILINE)
+    used = int(used[1]) * 1024 if used else 0
+    if limit == resource.RLIM_INFINITY or limit - used >= nbytes + (4 << 20):
+        return ""
+    return f"; RLIMIT_AS (ulimit -v) allows this process {_gib(limit)} of addresses, and it has {_gib(used)}"
 
 
 def report(pools, root="/"):
