@@ -1,4 +1,4 @@
-"""Arrays of submitted forwards, shared by all layers: inputs are copied in, outputs stay until they are read."""
+"""Arrays that submitted forwards are copied to, shared by all layers."""
 
 import threading
 from collections import defaultdict, deque
@@ -10,20 +10,18 @@ from .config import integer
 
 
 class Slot(NamedTuple):
-    """Arrays of one forward in flight."""
+    """The inputs of one forward in flight."""
 
     x: np.ndarray
     ids: np.ndarray
     weights: np.ndarray
-    out: np.ndarray
 
 
 class Buffers:
     """Slots by size and dtype.
 
-    A slot that was given back is taken again only when another one is free, so the output of a forward stays
-    intact while the next one of its size is submitted. Slots of the capture sizes are kept for ever, of the others
-    those of the last size.
+    Slots of the capture sizes are kept for ever, of the others those of the last size. Results are not among them:
+    each is an array of its own, for it belongs to the caller.
     """
 
     def __init__(self):
@@ -39,13 +37,12 @@ class Buffers:
                 self._free.pop(self._last, None)
             self._last = key
             free = self._free[key]
-            if len(free) > 1:
+            if free:
                 return free.popleft()
         return Slot(
             np.empty((tokens, hidden), dtype),
             np.empty((tokens, top_k), np.int64),
             np.empty((tokens, top_k), np.float32),
-            np.empty((tokens, hidden), dtype),
         )
 
     def give(self, slot):

@@ -1,6 +1,7 @@
 """`KTMoEWrapper`: the routed experts of one Mixture-of-Experts layer, computed on the CPU."""
 
 import logging
+import threading
 import warnings
 from collections import deque
 
@@ -53,6 +54,28 @@ def _gpu_mask(num_gpu_experts, gpu_experts_mask, num_experts):
 
 def _rows_contiguous(array):
     return array.shape[1] == 1 or array.strides[1] == array.itemsize
+
+
+def _checked_out(out, shape):
+    """``out`` as a numpy view, writable, no two of its elements in one place."""
+    target = floats(out, "out", shape)
+    if not target.flags.writeable:
+        raise ValueError("out is read-only")
+    if target.size:
+        end = target.itemsize
+        for stride, n in sorted((abs(stride), n) for stride, n in zip(target.strides, target.shape) if n > 1):
+            if stride == 0:
+                raise ValueError("out is a broadcast: several of its elements share memory")
+            if stride < end:
+                raise ValueError(f"out has strides {target.strides}, so that its rows overlap; give one whose do not")
+            end += stride * (n - 1)
+    return target
+
+
+class Submitted:
+    """A forward that was submitted; `KTMoEWrapper.sync_forward` gives its result, once."""
+
+    __slots__ = ("flights", "ticket", "task", "slot", "kind", "out", "layer")
 
 
 class KTMoEWrapper:
@@ -169,7 +192,7 @@ class KTMoEWrapper:
         self.cpu_infer = cpu_infer
         self._pool = cpu_infer.pool
         self.threadpool_count = self._pool.groups
-        self._submitted = deque()
+        self._flights = threading.local()  # .queue: what this thread submitted and has not taken, the oldest first
 
     num_experts = property(lambda self: self.shape.num_experts)
     num_experts_per_tok = property(lambda self: self.shape.num_experts_per_tok)
@@ -363,11 +386,7 @@ class KTMoEWrapper:
             result = np.empty(x.shape, x.dtype)
             moe.forward(x, ids, weights, result)
             return like(result, hidden_states)
-        target = floats(out, "out", x.shape)
-        if not target.flags.writeable:
-            raise ValueError("out is read-only")
-        if target.size and any(stride == 0 and n > 1 for stride, n in zip(target.strides, target.shape)):
-            raise ValueError("out is a broadcast: several of its elements share memory")
+        target = _checked_out(out, x.shape)
         meets = np.may_share_memory
         direct = _rows_contiguous(target) and not (meets(target, x) or meets(target, ids) or meets(target, weights))
         result = target if direct else np.empty(x.shape, target.dtype)
@@ -378,55 +397,92 @@ class KTMoEWrapper:
 
     __call__ = forward
 
-    def submit_forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None):
+    def submit_forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None, *, out=None):
         """Queues a forward and returns at once; `sync_forward` gives its result.
 
-        The arrays are copied, so they are the caller's again at once. Several forwards may be in flight, of this and
-        of other layers; they run in the order of submission. Arguments and errors as of `forward`.
+        The inputs are copied, so they are the caller's again at once; ``out`` is written until the forward is over.
+        Several forwards may be in flight, of this and of other layers; they run in the order of submission. Arguments
+        and errors as of `forward`.
+
+        Returns
+        -------
+        Submitted
+            For `sync_forward`.
         """
         moe = self._loaded(cuda_stream)
         x, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
+        target = None if out is None else _checked_out(out, x.shape)
         slot = _buffers.take(*x.shape, ids.shape[1], x.dtype)
-        for target, source in zip(slot, (x, ids, weights)):
-            target[...] = source
-        task = moe.task(*slot, keep=True)
-        kind = hidden_states if is_torch(hidden_states) else None
-        self._submitted.append((self.cpu_infer.submit(task), task, slot, kind))
+        for copy, source in zip(slot, (x, ids, weights)):
+            copy[...] = source
+        if target is not None and _rows_contiguous(target):
+            result = target
+        else:
+            result = np.empty(x.shape, x.dtype if target is None else target.dtype)
+        flight = Submitted()
+        flight.task = moe.task(*slot, result, keep=True)
+        flight.slot, flight.layer, flight.out = slot, self, None if out is None else (out, target)
+        flight.kind = hidden_states if is_torch(hidden_states) else None
+        flight.flights = self._flights.__dict__.setdefault("queue", deque())
+        flight.ticket = self.cpu_infer.submit(flight.task)
+        flight.flights.append(flight)
+        return flight
 
     def sync_forward(self, hidden_states=None, cuda_stream=None):
-        """The result of this layer's oldest submitted forward, when it is over.
+        """The result of a submitted forward, when it is over.
 
         Parameters
         ----------
-        hidden_states, cuda_stream
-            For kt-kernel's callers; not needed.
+        hidden_states : Submitted, optional
+            What `submit_forward` returned, in any thread. Anything else, as kt-kernel's callers pass, means the oldest
+            forward that this thread submitted to this layer.
+        cuda_stream : None
+            As of `forward`.
 
         Returns
         -------
         array [T, H]
-            Of the kind and dtype that were submitted. It is a shared buffer: intact while the next forward of its
-            size is submitted and run, written again by the one after that. Copy it to keep it.
+            Of the kind and dtype that were submitted, or ``out``. It is the caller's: no later call changes it.
 
         Raises
         ------
         RuntimeError
-            When nothing was submitted, or after `close`.
+            When nothing was submitted or the result was taken already, or after `close`.
         ValueError
-            For ids outside [-1, num_experts) in what was submitted.
+            For ids outside [-1, num_experts) in what was submitted, and for a forward of another layer.
         KeyboardInterrupt
             On Ctrl-C; the forward goes on, and its result can be asked for again.
         """
         self._loaded(cuda_stream)
-        if not self._submitted:
-            raise RuntimeError("no forward was submitted to this layer; call submit_forward first")
-        ticket, task, slot, kind = flight = self._submitted.popleft()
+        if isinstance(hidden_states, Submitted):
+            flight = hidden_states
+            if flight.layer is not self:
+                raise ValueError(f"this forward was submitted to {flight.layer!r}; ask that layer for its result")
+            try:
+                flight.flights.remove(flight)
+            except ValueError:
+                raise RuntimeError("the result of this forward was taken already") from None
+        else:
+            try:
+                flight = self._flights.queue.popleft()
+            except (AttributeError, IndexError):
+                raise RuntimeError(
+                    "no forward was submitted to this layer by this thread; call submit_forward first, or pass what it "
+                    "returned in another thread"
+                ) from None
         try:
-            self.cpu_infer.wait(ticket)
+            self.cpu_infer.wait(flight.ticket)
         except BaseException:
-            self._submitted.appendleft(flight)
+            flight.flights.appendleft(flight)
             raise
-        _buffers.give(slot)
-        return like(task.result(), kind)
+        _buffers.give(flight.slot)
+        result = flight.task.result()
+        if flight.out is None:
+            return like(result, flight.kind)
+        out, target = flight.out
+        if result is not target:
+            target[...] = result
+        return out
 
     @staticmethod
     def set_capture_batch_sizes(sizes):
@@ -474,7 +530,7 @@ class KTMoEWrapper:
     def close(self):
         """Lets go of the weights; closing twice is fine. The shared threads stay for other layers."""
         self._moe = None
-        self._submitted.clear()
+        self._flights = threading.local()
         self._closed = True
 
     def __enter__(self):

@@ -69,13 +69,76 @@ def test_next_layer_is_submitted_before_the_last_is_read(pair):
             assert (moe.sync_forward() == want).all()
 
 
-def test_result_is_intact_while_the_next_of_its_size_runs(pair):
+def test_results_belong_to_the_caller(pair):
+    """No later call changes them, of any layer, whether they were read at once or not, nor views of them."""
     cases, moes, expected = pair
-    moes[0].submit_forward(*inputs(cases[0]))
-    first = moes[0].sync_forward()
-    moes[1].submit_forward(*inputs(cases[1]))
-    second = moes[1].sync_forward()
-    assert (first == expected[0]).all() and (second == expected[1]).all()
+    kept = []
+    for n in range(50):
+        for moe, layer in zip(moes, cases):
+            moe.submit_forward(*inputs(layer))
+        kept += [(moe.sync_forward(), want) for moe, want in zip(moes, expected)]
+        moes[0].submit_forward(*map(torch.from_numpy, map(np.array, inputs(cases[0]))))
+        kept.append((moes[0].sync_forward()[n % 9], expected[0][n % 9]))
+        moes[1].forward(*inputs(cases[1]))
+    assert all((np.asarray(got) == want).all() for got, want in kept)
+
+
+def test_threads_with_a_layer_each_keep_their_results(pair):
+    cases, moes, expected = pair
+    wrong = []
+
+    def work(n):
+        kept = []
+        for _ in range(100):
+            moes[n % 2].submit_forward(*inputs(cases[n % 2]))
+            kept.append(moes[n % 2].sync_forward())
+        if not all((got == expected[n % 2]).all() for got in kept):
+            wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_submitted_forward_is_asked_for_by_what_submit_returned(pair):
+    cases, moes, expected = pair
+    first, second = (moes[0].submit_forward(*inputs(cases[0], slice(n))) for n in (4, 9))
+    with pytest.raises(ValueError, match="was submitted to <KTMoEWrapper layer 0"):
+        moes[1].sync_forward(second)
+    assert (moes[0].sync_forward(second) == expected[0]).all()
+    with pytest.raises(RuntimeError, match="taken already"):
+        moes[0].sync_forward(second)
+    found = []
+
+    def other():
+        with pytest.raises(RuntimeError, match="by this thread"):
+            moes[0].sync_forward()
+        found.append(moes[0].sync_forward(first))
+        moes[0].submit_forward(*inputs(cases[0]))  # and ends without asking for it
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert (found[0] == expected[0][:4]).all()
+    with pytest.raises(RuntimeError, match="by this thread"):
+        moes[0].sync_forward(cases[0].x, None)
+
+
+def test_submit_to_an_array_of_the_callers(pair):
+    cases, moes, expected = pair
+    wide = np.full((9, 2 * 96), 7, F32)
+    for out in (np.empty((9, 96), F32), torch.empty(9, 96), wide[:, ::2]):
+        moes[0].submit_forward(*inputs(cases[0]), out=out)
+        assert moes[0].sync_forward() is out and (np.asarray(out) == expected[0]).all()
+    assert (wide[:, 1::2] == 7).all()
+    rows = np.lib.stride_tricks.as_strided(np.empty(2000, F32), (9, 96), (400 - 40, 4))
+    with pytest.raises(ValueError, match="its rows overlap"):
+        moes[0].submit_forward(*inputs(cases[0]), out=rows)
+    with pytest.raises(ValueError, match="its rows overlap"):
+        moes[0].forward(*inputs(cases[0]), out=rows)
 
 
 def test_caller_may_change_its_arrays_at_once(pair):
@@ -329,13 +392,13 @@ def test_buffers_are_reused_and_only_capture_sizes_stay():
     def cycle(tokens, times):
         seen = set()
         for _ in range(times):
-            slot = buffers.take(tokens, 8, 2, F32)
-            seen.add(slot.out.ctypes.data)
+            slot = buffers.take(tokens, 8, 2, np.dtype(F32))
+            seen.add(slot.x.ctypes.data)
             buffers.give(slot)
         return seen
 
     kept, other = cycle(4, 6), cycle(5, 6)
-    assert len(kept) == 2 and len(other) == 2
+    assert len(kept) == 1 and len(other) == 1
     assert cycle(4, 6) == kept
     assert len(buffers._free) == 1
     buffers.clear()
