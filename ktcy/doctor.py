@@ -51,7 +51,7 @@ def show_config(root="/"):
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_find(r"model name\s*:\s*(.+)", _read(root, "proc/cpuinfo"), "unknown"),
         variant=chosen.name,
-        reason="KTCY_VARIANT names it" if forced else "the best that can run here",
+        reason="KTCY_VARIANT names it" if forced else _reason(chosen.name),
         variants={v.name: _availability(v.name) for v in reversed(kernels.VARIANTS.values()) if not v.emulates},
         formats={f.name: {"layout": f.layout, "variant": chosen.name, "tiles_above_rows": f.few_rows} for f in formats},
         topology=_topology(topology.read(root)),
@@ -126,6 +126,16 @@ def same_bits():
     return {"variants": names, "threads": counts, "differ": differ}
 
 
+def _reason(chosen):
+    """Why the loader took it; a better one that only the build left out is named."""
+    real = [v for v in kernels.VARIANTS.values() if not v.emulates]
+    better = sorted((v for v in real if v.priority > kernels.VARIANTS[chosen].priority), key=lambda v: -v.priority)
+    for v in better:
+        if any(reason.startswith("it was not built") for reason in kernels.missing(v.name)):
+            return f"the best of those built; this machine can run {v.name}"
+    return "the best that can run here"
+
+
 def _availability(name):
     missing = kernels.missing(name)
     return {"available": not missing, "missing": missing}
@@ -176,9 +186,10 @@ def _ranges(cpus):
 
 
 def _table(report):
+    widest = max(len(key) for key, value in report.items() if not isinstance(value, dict))
     for key, value in report.items():
         if not isinstance(value, dict):
-            yield f"{key:10}{_text(value)}"
+            yield f"{key:{widest}}  {_text(value)}"
             continue
         yield ""
         yield key

@@ -56,8 +56,9 @@ def _rows_contiguous(array):
     return array.shape[1] == 1 or array.strides[1] == array.itemsize
 
 
-def _checked_out(out, shape):
-    """``out`` as a numpy view, writable, no two of its elements in one place."""
+def _checked_out(out, shape, rows):
+    """``out`` as a numpy view, writable, no two of its elements in one place, and the view of shape ``rows`` that a
+    forward can write, or None."""
     target = floats(out, "out", shape)
     if not target.flags.writeable:
         raise ValueError("out is read-only")
@@ -69,13 +70,15 @@ def _checked_out(out, shape):
             if stride < end:
                 raise ValueError(f"out has strides {target.strides}, so that its rows overlap; give one whose do not")
             end += stride * (n - 1)
-    return target
+    flat = target.reshape(rows) if len(shape) == 3 else target
+    direct = _rows_contiguous(flat) and (flat is target or np.may_share_memory(flat, target))
+    return target, flat if direct else None
 
 
 class Submitted:
     """A forward that was submitted; `KTMoEWrapper.sync_forward` gives its result, once."""
 
-    __slots__ = ("flights", "ticket", "task", "slot", "kind", "out", "layer")
+    __slots__ = ("flights", "ticket", "task", "slot", "kind", "out", "shape", "layer")
 
 
 class KTMoEWrapper:
@@ -87,8 +90,8 @@ class KTMoEWrapper:
         Number of the decoder layer; which layer of ``weight_path`` to load.
     num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size : int
         Sizes: experts, top-k, H and I.
-    num_gpu_experts : int
-        So many first experts belong on the GPU. Without one they run on the CPU, and a warning says so.
+    gpu_experts_mask : bool array [num_experts], optional
+        Which experts belong on the GPU. Without one they run on the CPU, and a warning says so.
     cpuinfer_threads : int, optional
         Threads; default: one a physical core that this process may use (`KTCY_THREADS` overrides).
     threadpool_count : int, optional
@@ -99,8 +102,8 @@ class KTMoEWrapper:
     method : str
         Weight format: ``"int8"``, ``"int4"``, ``"bf16"`` from any weights; ``"auto"`` for what the files hold; or by
         name what they must hold (``FP8``, ``GPTQ_INT4``...). kt-kernel's names mean the same: ``"AMXINT8"`` is int8.
-    gpu_experts_mask : bool array [num_experts], optional
-        Which experts belong on the GPU; must agree with ``num_gpu_experts`` if both are given.
+    num_gpu_experts : int
+        So many first experts belong on the GPU; must agree with ``gpu_experts_mask`` if both are given.
     chunked_prefill_size : int, optional
         Accepted for kt-kernel's callers; an input of any length works.
     cpu_save : bool
@@ -124,7 +127,8 @@ class KTMoEWrapper:
     Notes
     -----
     The same bits come out for any variant, thread count, batch and position in the batch. A token whose hidden
-    state holds NaN or inf, or that overflows float32 on the way, gets NaN; other tokens are untouched.
+    state holds NaN or inf, or whose gate times up overflows float32, gets NaN; an output that overflows after that,
+    or in its own dtype, is inf; other tokens are untouched.
     """
 
     def __init__(
@@ -134,18 +138,18 @@ class KTMoEWrapper:
         num_experts_per_tok,
         hidden_size,
         moe_intermediate_size,
-        num_gpu_experts=0,
+        gpu_experts_mask=None,
         cpuinfer_threads=None,
         threadpool_count=None,
         weight_path=None,
-        method="AMXINT8",
-        *,
-        gpu_experts_mask=None,
         chunked_prefill_size=None,
         cpu_save=False,
         max_deferred_experts_per_token=None,
+        method="AMXINT8",
         numa_nodes=None,
         mode="inference",
+        num_gpu_experts=0,
+        *,
         swiglu_limit=0.0,
         swiglu_alpha=0.0,
         activation=None,
@@ -189,6 +193,8 @@ class KTMoEWrapper:
             cpu_infer = shared(threads, groups=pools, numa_nodes=numa_nodes)
         elif not isinstance(cpu_infer, CPUInfer):
             raise TypeError(f"cpu_infer must be a CPUInfer, not {type(cpu_infer).__name__}")
+        elif cpu_infer.closed or cpu_infer.pool.closed:
+            raise ValueError("cpu_infer is closed; make a new CPUInfer")
         self.cpu_infer = cpu_infer
         self._pool = cpu_infer.pool
         self.threadpool_count = self._pool.groups
@@ -228,19 +234,22 @@ class KTMoEWrapper:
             f"{self.threads} threads, {state}>"
         )
 
+    def __reduce__(self):
+        raise TypeError("a KTMoEWrapper cannot be copied or pickled; make another and load its weights again")
+
     def _check_new(self):
         if self._closed:
             raise RuntimeError("this layer is closed")
         if self._moe is not None:
             raise RuntimeError("this layer has its weights; make another KTMoEWrapper for others")
 
-    def load_weights(self, physical_to_logical_map=None, *, prefault=False, lock=False):
+    def load_weights(self, physical_to_logical_map_cpu=None, *, prefault=False, lock=False):
         """Takes the weights of ``weight_path``: a converted folder is mapped and used where it lies; the layer of a
         checkpoint folder or GGUF file is packed into memory.
 
         Parameters
         ----------
-        physical_to_logical_map : int array [num_experts], optional
+        physical_to_logical_map_cpu : int array [num_experts], optional
             Expert id of a token -> stored expert.
         prefault : bool
             Read all pages of a converted layer now, so that the first tokens do not wait for the disk.
@@ -257,7 +266,7 @@ class KTMoEWrapper:
             When a layer that must be packed does not fit; with figures.
         """
         self._check_new()
-        expert_map = _expert_map(physical_to_logical_map, self.num_experts)
+        expert_map = _expert_map(physical_to_logical_map_cpu, self.num_experts)
         if self.weight_path is None:
             raise ValueError("no weight_path; make a folder with: python -m ktcy convert MODEL OUT --format int8")
         if is_source(self.weight_path):
@@ -295,7 +304,7 @@ class KTMoEWrapper:
         gate_proj,
         up_proj,
         down_proj,
-        physical_to_logical_map=None,
+        physical_to_logical_map_cpu=None,
         *,
         gate_bias=None,
         up_bias=None,
@@ -308,7 +317,7 @@ class KTMoEWrapper:
         gate_proj, up_proj : array [num_experts, I, H]
             float32, float16 or bfloat16; numpy, torch CPU or DLPack.
         down_proj : array [num_experts, H, I]
-        physical_to_logical_map : int array [num_experts], optional
+        physical_to_logical_map_cpu : int array [num_experts], optional
             Expert id of a token -> expert in these arrays.
         gate_bias, up_bias : array [num_experts, I], optional
         down_bias : array [num_experts, H], optional
@@ -326,7 +335,7 @@ class KTMoEWrapper:
                 f"{', '.join(MADE)}"
             )
         e, h, i = self.num_experts, self.hidden_size, self.moe_intermediate_size
-        expert_map = _expert_map(physical_to_logical_map, e)
+        expert_map = _expert_map(physical_to_logical_map_cpu, e)
         arrays = [
             floats(gate_proj, "gate_proj", (e, i, h)),
             floats(up_proj, "up_proj", (e, i, h)),
@@ -357,21 +366,21 @@ class KTMoEWrapper:
 
         Parameters
         ----------
-        hidden_states : array [T, H]
+        hidden_states : array [T, H] or [B, S, H]
             float32, float16 or bfloat16; numpy, torch CPU or DLPack; any strides.
-        topk_ids : array [T, num_experts_per_tok]
+        topk_ids : array [T, num_experts_per_tok] or [B, S, num_experts_per_tok]
             int32 or int64. -1 means no expert; the same expert twice counts twice.
-        topk_weights : array [T, num_experts_per_tok]
+        topk_weights : array of the same shape
             float32; other float types are converted.
         cuda_stream : None
             For kt-kernel's callers; there is no GPU side to order against.
-        out : array [T, H], optional
+        out : array of the shape of ``hidden_states``, optional
             Written and returned; float32, float16 or bfloat16.
 
         Returns
         -------
-        array [T, H]
-            Of the kind and dtype of ``hidden_states``, or ``out``.
+        array
+            Of the kind, shape and dtype of ``hidden_states``, or ``out``.
 
         Raises
         ------
@@ -381,18 +390,18 @@ class KTMoEWrapper:
             For arrays that do not fit, and ids outside [-1, num_experts).
         """
         moe = self._loaded(cuda_stream)
-        x, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
+        x, ids, weights, shape = self._inputs(hidden_states, topk_ids, topk_weights)
         if out is None:
             result = np.empty(x.shape, x.dtype)
             moe.forward(x, ids, weights, result)
-            return like(result, hidden_states)
-        target = _checked_out(out, x.shape)
+            return like(result.reshape(shape) if len(shape) == 3 else result, hidden_states)
+        target, view = _checked_out(out, shape, x.shape)
         meets = np.may_share_memory
-        direct = _rows_contiguous(target) and not (meets(target, x) or meets(target, ids) or meets(target, weights))
-        result = target if direct else np.empty(x.shape, target.dtype)
+        direct = view is not None and not (meets(target, x) or meets(target, ids) or meets(target, weights))
+        result = view if direct else np.empty(x.shape, target.dtype)
         moe.forward(x, ids, weights, result)
         if not direct:
-            target[...] = result
+            target[...] = result.reshape(shape)
         return out
 
     __call__ = forward
@@ -410,18 +419,18 @@ class KTMoEWrapper:
             For `sync_forward`.
         """
         moe = self._loaded(cuda_stream)
-        x, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
-        target = None if out is None else _checked_out(out, x.shape)
+        x, ids, weights, shape = self._inputs(hidden_states, topk_ids, topk_weights)
+        target, view = (None, None) if out is None else _checked_out(out, shape, x.shape)
         slot = _buffers.take(*x.shape, ids.shape[1], x.dtype)
         for copy, source in zip(slot, (x, ids, weights)):
             copy[...] = source
-        if target is not None and _rows_contiguous(target):
-            result = target
-        else:
+        result = view
+        if result is None:
             result = np.empty(x.shape, x.dtype if target is None else target.dtype)
         flight = Submitted()
         flight.task = moe.task(*slot, result, keep=True)
-        flight.slot, flight.layer, flight.out = slot, self, None if out is None else (out, target)
+        flight.slot, flight.layer, flight.shape = slot, self, shape
+        flight.out = None if out is None else (out, None if result is view else target)
         flight.kind = hidden_states if is_torch(hidden_states) else None
         flight.flights = self._flights.__dict__.setdefault("queue", deque())
         flight.ticket = self.cpu_infer.submit(flight.task)
@@ -441,8 +450,8 @@ class KTMoEWrapper:
 
         Returns
         -------
-        array [T, H]
-            Of the kind and dtype that were submitted, or ``out``. It is the caller's: no later call changes it.
+        array
+            Of the kind, shape and dtype that were submitted, or ``out``. It is the caller's: no later call changes it.
 
         Raises
         ------
@@ -477,10 +486,12 @@ class KTMoEWrapper:
             raise
         _buffers.give(flight.slot)
         result = flight.task.result()
+        if len(flight.shape) == 3:
+            result = result.reshape(flight.shape)
         if flight.out is None:
             return like(result, flight.kind)
         out, target = flight.out
-        if result is not target:
+        if target is not None:
             target[...] = result
         return out
 
@@ -508,8 +519,13 @@ class KTMoEWrapper:
         return moe
 
     def _inputs(self, hidden_states, topk_ids, topk_weights):
-        """The three arrays as MoE takes them: checked, hidden states with contiguous rows, weights float32."""
-        x = floats(hidden_states, "hidden_states", (None, self.shape.hidden_size))
+        """The three arrays as MoE takes them: checked, hidden states with contiguous rows, weights float32; and the
+        shape of the result."""
+        x = as_numpy(hidden_states, "hidden_states")
+        shape = x.shape
+        if len(shape) == 3:
+            x = x.reshape(shape[0] * shape[1], shape[2])
+        x = floats(x, "hidden_states", (None, self.shape.hidden_size))
         ids = as_numpy(topk_ids, "topk_ids")
         if ids.dtype not in (np.int64, np.int32):
             raise TypeError(f"topk_ids is {ids.dtype}; int32 and int64 are supported")
@@ -517,6 +533,9 @@ class KTMoEWrapper:
         if weights.dtype.kind != "f" and weights.dtype not in FLOATS:
             raise TypeError(f"topk_weights is {weights.dtype}; a float type is needed")
         expected = (x.shape[0], self.shape.num_experts_per_tok)
+        if len(shape) == 3:
+            whole = (*shape[:2], self.shape.num_experts_per_tok)
+            ids, weights = (a.reshape(expected) if a.shape == whole else a for a in (ids, weights))
         for name, array in (("topk_ids", ids), ("topk_weights", weights)):
             if array.shape != expected:
                 raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(expected)} (tokens, top-k)")
@@ -525,7 +544,7 @@ class KTMoEWrapper:
                 weights = weights.astype(np.float32)
         if not _rows_contiguous(x):
             x = np.ascontiguousarray(x)
-        return x, ids, weights
+        return x, ids, weights, shape
 
     def close(self):
         """Lets go of the weights; closing twice is fine. The shared threads stay for other layers."""

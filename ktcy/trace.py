@@ -1,5 +1,6 @@
 """Where a forward's time goes: phases of each layer, as a dict or as a trace file for Perfetto."""
 
+import errno
 import json
 import os
 import threading
@@ -74,6 +75,8 @@ class Trace:
     def save(self, path):
         """Writes the events as JSON; the file appears whole or not at all."""
         path = Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"there is no such folder to write {path.name} to", str(path.parent))
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
         part.replace(path)

@@ -441,6 +441,11 @@ def test_submitted_and_direct_forwards_have_the_same_passes(pair, monkeypatch, t
     assert starts == sorted(starts) and all(s >= 0 for f in trace.forwards for s in f["phases"].values())
 
 
+def test_trace_to_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder to write trace.json to"):
+        Trace().save(tmp_path / "missing" / "trace.json")
+
+
 def test_trace_within_itself(pair):
     cases, moes, _ = pair
     trace = Trace()

@@ -72,7 +72,8 @@ def test_show_config_returns_and_prints_nothing(capfd):
 def test_repr_is_a_table_for_people():
     config = ktcy.show_config()
     lines = repr(config).splitlines()
-    assert lines[0] == f"ktcy      {ktcy.__version__}"
+    assert lines[0].split() == ["ktcy", ktcy.__version__]
+    assert any(line.startswith("numa_placement  ") for line in lines)
     assert any(line.split() == [ktcy.__cpu_variant__, "available"] for line in lines)
     for entry in config["variants"].values():
         assert all(any(reason in line for line in lines) for reason in entry["missing"])
@@ -85,6 +86,13 @@ def test_forced_variant_is_said():
         env = {**os.environ, "KTCY_VARIANT": variant}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
         assert done.stdout.strip() == reason, done.stderr
+
+
+def test_a_build_without_the_best_variant_is_said(monkeypatch):
+    lacking = {v: ["it was not built; KTCY_VARIANTS chooses"] for v in ("avx512", "avx512_vnni")}
+    monkeypatch.setattr(doctor.kernels, "missing", lambda name: lacking.get(name, ["the CPU lacks it"]))
+    assert doctor._reason("avx2") == "the best of those built; this machine can run avx512_vnni"
+    assert doctor._reason("avx512_vnni") == "the best that can run here"
 
 
 @pytest.fixture
@@ -137,7 +145,7 @@ def test_doctor_command():
 
 def test_doctor_prints_the_table(capsys, quick):
     assert cli.main(["doctor"]) == 0
-    assert capsys.readouterr().out.startswith(f"ktcy      {ktcy.__version__}\n")
+    assert capsys.readouterr().out.split()[:2] == ["ktcy", ktcy.__version__]
 
 
 @pytest.mark.parametrize("rows", ["all tokens at once", "one by one"])

@@ -156,6 +156,7 @@ def test_import_is_light():
 
 
 def test_every_public_name_resolves():
+    assert "importlib" not in dir(ktcy)
     for name in dir(ktcy):
         getattr(ktcy, name)
     with pytest.raises(AttributeError, match="no attribute 'KTMoeWraper'"):

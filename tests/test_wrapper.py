@@ -103,16 +103,16 @@ class Dlpack:
 def test_signatures_that_peers_call():
     """C58: names, order and defaults; those behind the star are ours to move, their names are not."""
     assert str(inspect.signature(KTMoEWrapper)) == (
-        "(layer_idx, num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, num_gpu_experts=0, "
-        "cpuinfer_threads=None, threadpool_count=None, weight_path=None, method='AMXINT8', *, gpu_experts_mask=None, "
-        "chunked_prefill_size=None, cpu_save=False, max_deferred_experts_per_token=None, numa_nodes=None, "
-        "mode='inference', swiglu_limit=0.0, swiglu_alpha=0.0, activation=None, variant=None, cpu_infer=None)"
+        "(layer_idx, num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, gpu_experts_mask=None, "
+        "cpuinfer_threads=None, threadpool_count=None, weight_path=None, chunked_prefill_size=None, cpu_save=False, "
+        "max_deferred_experts_per_token=None, method='AMXINT8', numa_nodes=None, mode='inference', num_gpu_experts=0, "
+        "*, swiglu_limit=0.0, swiglu_alpha=0.0, activation=None, variant=None, cpu_infer=None)"
     )
     assert str(inspect.signature(KTMoEWrapper.load_weights)) == (
-        "(self, physical_to_logical_map=None, *, prefault=False, lock=False)"
+        "(self, physical_to_logical_map_cpu=None, *, prefault=False, lock=False)"
     )
     assert str(inspect.signature(KTMoEWrapper.load_weights_from_tensors)) == (
-        "(self, gate_proj, up_proj, down_proj, physical_to_logical_map=None, *, "
+        "(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None, *, "
         "gate_bias=None, up_bias=None, down_bias=None)"
     )
     assert str(inspect.signature(KTMoEWrapper.forward)) == (
@@ -443,7 +443,7 @@ def test_wrong_ndim_and_shapes(moe, inputs):
     """C17: found and expected stand in the message."""
     for name, value, message in (
         ("hidden_states", np.zeros(H, F32), r"hidden_states has shape \[96\], expected \[n, 96\]"),
-        ("hidden_states", np.zeros((1, T, H), F32), r"hidden_states has shape \[1, 12, 96\]"),
+        ("hidden_states", np.zeros((1, 1, T, H), F32), r"hidden_states has shape \[1, 1, 12, 96\]"),
         ("hidden_states", np.zeros((T, H - 1), F32), r"hidden_states has shape \[12, 95\], expected \[n, 96\]"),
         ("hidden_states", np.zeros((H, T), F32), r"expected \[n, 96\]"),
         ("hidden_states", np.zeros((), F32), r"hidden_states has shape \[\]"),
@@ -571,6 +571,50 @@ def test_options_that_do_not_fit(options, message):
 def test_options_of_the_wrong_type(options, message):
     with pytest.raises(TypeError, match=message):
         wrapper(**options)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "transposed", "flat ids"])
+def test_three_dimensions(moe, inputs, kind):
+    """[B, S, H] in and out, as transformers and kt-kernel's callers have them."""
+    args = {name: a.reshape(3, 4, -1) for name, a in inputs.items()}
+    want, out = answer().reshape(3, 4, H), np.empty((3, 4, H), F32)
+    if kind == "torch":
+        args, out = {name: torch.from_numpy(a) for name, a in args.items()}, torch.from_numpy(out)
+    elif kind == "transposed":
+        args = {name: np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for name, a in args.items()}
+        out = np.empty((4, 3, H), F32).swapaxes(0, 1)
+    elif kind == "flat ids":
+        args |= {name: inputs[name] for name in ("topk_ids", "topk_weights")}
+    assert same(moe.forward(**args), want)
+    assert moe.forward(**args, out=out) is out and same(array(out).copy(), want)
+    out[...] = 7
+    moe.submit_forward(**args, out=out)
+    assert moe.sync_forward() is out and same(array(out).copy(), want)
+    moe.submit_forward(**args)
+    assert same(moe.sync_forward(args["hidden_states"], None), want)
+    with pytest.raises(ValueError, match=r"out has shape \[12, 96\], expected \[3, 4, 96\]"):
+        moe.forward(**args, out=np.empty((T, H), F32))
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "bf16"])
+def test_overflow_is_nan_before_down_and_inf_after(method):
+    def run(x, up, down, route):
+        moe = KTMoEWrapper(0, 1, 1, 64, 64, method=method, cpuinfer_threads=1)
+        moe.load_weights_from_tensors(*(np.full((1, 64, 64), value, F32) for value in (up, up, down)))
+        return moe.forward(np.full((1, 64), x, F32), np.zeros((1, 1), int), np.full((1, 1), route, F32))
+
+    assert np.isnan(run(2.0**60, 2.0**60, 1, 1)).all()
+    assert (run(2.0**30, 1, 2.0**100, 1) == np.inf).all() and (run(1, 1, 1, -3e38) == -np.inf).all()
+
+
+def test_objects_that_are_not_copied(moe):
+    with CPUInfer(1) as infer:
+        for value in (moe, infer, infer.pool):
+            for spread in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match="cannot be copied or pickled; make another"):
+                    spread(value)
+    with pytest.raises(ValueError, match="cpu_infer is closed"):
+        wrapper(cpu_infer=infer)
 
 
 def test_no_tokens_and_an_array_for_the_output(moe, inputs):

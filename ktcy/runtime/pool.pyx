@@ -106,7 +106,12 @@ cdef class Pool:
         self.threads = count = len(self.cpus)
         self.groups = n_groups = len(placed)
         few = topology.quota is not None and count > max(1.0, topology.quota)
-        if asked > usable:
+        if count > usable:
+            warnings.warn(
+                f"{asked} threads asked for, {usable} CPUs usable: {count} threads, one for each of {n_groups} groups, "
+                "share them", RuntimeWarning
+            )
+        elif asked > usable:
             warnings.warn(
                 f"{asked} threads asked for, {usable} CPUs usable: {count} threads are used", RuntimeWarning
             )
@@ -168,6 +173,9 @@ cdef class Pool:
                 "threads touch it first. Containers often forbid it (Docker: --cap-add SYS_NICE)",
                 RuntimeWarning,
             )
+
+    def __reduce__(self):
+        raise TypeError("a Pool cannot be copied or pickled; make another")
 
     cdef int check(self) except -1:
         """Raise RuntimeError unless this process may use the pool."""

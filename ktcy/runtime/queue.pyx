@@ -121,6 +121,9 @@ cdef class Queue:
             with nogil:
                 kt_queue_free(self.q)
 
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make another")
+
     cdef int check(self) except -1:
         """Raise RuntimeError unless this process may use the queue."""
         if self.closed or self.q == NULL:
